@@ -1,0 +1,52 @@
+# The README's commands. The first call sets everything up in .venv; later calls start at once.
+#   make demo   an agent conversation on the embedded model, checked token by token
+#   make test   the whole test suite
+#   make serve  the server on the embedded model, http://127.0.0.1:8000/v1
+#   make bench  the README's tables
+#   make lint   ruff, mypy --strict, import contracts
+
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+TORCH  := torch==2.13.0
+LOCK   := requirements/lock.txt
+READY  := $(VENV)/.ready
+# The first interpreter that runs and is new enough; override with `make PYTHON=...`.
+PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3.14 python3; do \
+	"$$p" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo "$$p" && break; \
+	done)
+
+.PHONY: setup demo test serve bench lint clean
+.DEFAULT_GOAL := demo
+
+setup: $(READY)
+
+# torch goes first and by its exact version: a range, or a later resolution, may pull another build.
+$(READY): pyproject.toml $(LOCK)
+	@test -n "$(PYTHON)" || { echo "capserve needs Python 3.11 or newer" >&2; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(LOCK) "$(TORCH)"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r $(LOCK)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@touch $(READY)
+
+demo: setup
+	$(BIN)/capserve demo
+
+test: setup
+	$(BIN)/python -m pytest
+
+serve: setup
+	$(BIN)/capserve serve
+
+bench: setup
+	$(BIN)/python -m benchmarks.engine
+	$(BIN)/python -m benchmarks.turns
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+clean:
+	rm -rf $(VENV) build dist src/*.egg-info

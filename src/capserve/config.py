@@ -1,0 +1,185 @@
+"""Which settings does a server run with? The only reader of flags and environment.
+
+Flags win over `CAPSERVE_*` environment variables, which win over the defaults here. The CLI makes
+its flags from these fields, so a setting can't exist on one side only, and builds one frozen
+`Settings`; everything else receives values, never names of variables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import ByteSize, Field, ValidationError, field_validator
+from pydantic.fields import FieldInfo
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+
+from capserve.errors import StartupError
+
+ENV_PREFIX = "CAPSERVE_"
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """How a setting is shown on the command line."""
+
+    panel: str
+    help: str
+    name: str = ""
+    """Without the dashes; empty takes the field's name. Flags drop the unit, help states it."""
+
+
+class Settings(BaseSettings):
+    """Everything that a person can decide about a server."""
+
+    model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, frozen=True, extra="forbid")
+
+    # model
+    model: Annotated[
+        str | None,
+        Flag("Model", "Directory, or a hub id such as org/name. Default: the embedded nano."),
+    ] = None
+    served_model_name: Annotated[
+        str | None, Flag("Model", "Name in /v1/models and in replies. Default: the checkpoint's.")
+    ] = None
+    chat_template: Annotated[
+        str | None, Flag("Model", "A jinja file that replaces the checkpoint's own template.")
+    ] = None
+    max_model_len: Annotated[
+        int | None, Flag("Model", "Context length in tokens. Default: the checkpoint's.")
+    ] = Field(None, ge=64)
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16"],
+        Flag("Model", "Compute type. auto: float32 on CPU, bfloat16 on CUDA."),
+    ] = "auto"
+    device: Annotated[
+        Literal["auto", "cpu", "cuda"], Flag("Model", "auto: CUDA where there is a device.")
+    ] = "auto"
+    threads: Annotated[
+        int | None, Flag("Model", "Compute threads on CPU. Default: the library's.")
+    ] = Field(None, ge=1)
+    seed: Annotated[int, Flag("Model", "Seed of requests that bring none.")] = Field(
+        0, ge=0, lt=2**64
+    )
+
+    # wire
+    host: Annotated[str, Flag("Server", "Address to listen on.")] = "127.0.0.1"
+    port: Annotated[int, Flag("Server", "0 takes any free one.")] = Field(8000, ge=0, le=65535)
+    api_key: Annotated[
+        tuple[str, ...],
+        NoDecode,
+        Flag("Server", "Accepted key; may be repeated (comma-separated in the environment)."),
+    ] = ()
+    max_body_bytes: Annotated[
+        ByteSize, Flag("Server", "Largest request body, e.g. 32MiB.", name="max-body")
+    ] = Field(ByteSize(32 << 20), ge=1024)
+    heartbeat_s: Annotated[
+        float, Flag("Server", "Seconds between comments in a silent stream.", name="heartbeat")
+    ] = Field(5.0, gt=0, le=10)
+    stream_stall_timeout_s: Annotated[
+        float,
+        Flag(
+            "Server",
+            "Seconds after which a stream that nobody reads is cancelled.",
+            name="stream-stall-timeout",
+        ),
+    ] = Field(30.0, gt=0)
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"], Flag("Server", "Least level that is printed.")
+    ] = "info"
+
+    # scheduling
+    max_num_queued_reqs: Annotated[
+        int, Flag("Scheduling", "Requests that may wait; more get a 429.")
+    ] = Field(64, ge=0)
+    max_prompt_tokens: Annotated[
+        int | None, Flag("Scheduling", "Longer prompts get a 413. Default: the context length.")
+    ] = Field(None, ge=1)
+    max_output_tokens: Annotated[
+        int | None, Flag("Scheduling", "Upper bound of a reply. Default: the context length.")
+    ] = Field(None, ge=1)
+    max_decode_ms: Annotated[
+        float | None,
+        Flag("Scheduling", "Milliseconds after which a reply ends with `length`. Default: none."),
+    ] = Field(None, gt=0)
+    prefill_chunk: Annotated[
+        int, Flag("Scheduling", "Tokens of one prefill pass, a multiple of 64.")
+    ] = Field(512, ge=64, multiple_of=64)
+    drafts: Annotated[
+        int,
+        Flag("Scheduling", "MTP drafts per step, 0 to 8, capped by what the checkpoint can."),
+    ] = Field(3, ge=0, le=8)
+
+    # reuse
+    exact: Annotated[
+        bool,
+        Flag("Reuse", "Restore at grid points only: reuse on and off give the same bits."),
+    ] = False
+    checkpoint_interval: Annotated[
+        int, Flag("Reuse", "Tokens of a long prefill between two automatic boundaries.")
+    ] = Field(2048, ge=64)
+    capsule_budget_bytes: Annotated[
+        ByteSize, Flag("Reuse", "Memory for capsules, e.g. 2GiB or 512MB.", name="capsule-budget")
+    ] = Field(ByteSize(2 << 30), ge=0)
+    session_idle_ttl_s: Annotated[
+        float, Flag("Reuse", "Seconds an idle session is kept.", name="session-idle-ttl")
+    ] = Field(4 * 3600.0, gt=0)
+    max_active_sessions: Annotated[
+        int, Flag("Reuse", "Sessions kept; the least recently used go first.")
+    ] = Field(256, ge=1)
+
+    @field_validator("api_key", mode="before")
+    @classmethod
+    def _split_keys(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            return tuple(key for part in value.split(",") if (key := part.strip()))
+        return value
+
+    @field_validator("api_key")
+    @classmethod
+    def _no_empty_key(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        # An empty key would be matched by a client that sends none.
+        if not all(value):
+            raise ValueError("a key may not be empty")
+        return value
+
+
+def flag_of(name: str) -> Flag:
+    """The command-line face of the setting `name`."""
+    field: FieldInfo = Settings.model_fields[name]
+    return next(entry for entry in field.metadata if isinstance(entry, Flag))
+
+
+def flag_name(name: str) -> str:
+    """`capsule_budget_bytes` -> `--capsule-budget`."""
+    return "--" + (flag_of(name).name or name.replace("_", "-"))
+
+
+def env_name(name: str) -> str:
+    """`port` -> `CAPSERVE_PORT`. Variables keep the unit that the field's name has."""
+    return ENV_PREFIX + name.upper()
+
+
+def load_settings(flags: Mapping[str, Any]) -> Settings:
+    """Settings from `flags` (field name -> value as typed, None where not given), environment and
+    defaults. Raises `StartupError` with one line that names the flag or the variable."""
+    given = {name: value for name, value in flags.items() if value is not None}
+    try:
+        return Settings(**given)
+    except ValidationError as error:
+        raise StartupError("; ".join(_complaints(error, given))) from None
+
+
+def _complaints(error: ValidationError, given: Mapping[str, Any]) -> list[str]:
+    out = []
+    for entry in error.errors():
+        name = str(entry["loc"][0]) if entry["loc"] else ""
+        if name not in Settings.model_fields:
+            out.append(f"{name}: {entry['msg']}")
+            continue
+        source = flag_name(name) if name in given else env_name(name)
+        what = entry["msg"].removeprefix("Value error, ").replace("Input should", "should", 1)
+        shown = "" if name == "api_key" else f", not {entry['input']!r}"
+        out.append(f"{source}: {what}{shown}")
+    return out
