@@ -1,0 +1,42 @@
+"""Attention in torch's own scaled_dot_product_attention: prefill with a mask, decode row by row."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+
+def prefill(q: Tensor, k: Tensor, v: Tensor, first: int, mask: Tensor) -> Tensor:
+    """q [T, Hq, D] at the last T positions; k, v [Hkv, L, D] views of the buffer; keys before
+    `first` are left out; mask [T, L - first] f32, 0 where seen, -inf where not. -> [T, Hq, D]."""
+    out = functional.scaled_dot_product_attention(
+        q.transpose(0, 1).unsqueeze(0),
+        k[:, first:].unsqueeze(0),
+        v[:, first:].unsqueeze(0),
+        attn_mask=mask.to(q.dtype),
+        enable_gqa=True,
+    )
+    return out[0].transpose(0, 1)
+
+
+def causal_mask(tokens: int, keys: int, device: torch.device) -> Tensor:
+    """[T, L] f32 for queries at the last T of L positions."""
+    seen = torch.ones(tokens, keys, dtype=torch.bool, device=device).tril(keys - tokens)
+    return torch.zeros(tokens, keys, device=device).masked_fill_(~seen, -torch.inf)
+
+
+def rows(q: Tensor, k: Tensor, v: Tensor, first: int, start: int) -> Tensor:
+    """q [R, Hq, D] at positions [start, start + R); k, v [Hkv, L, D] with L >= start + R.
+
+    One call a row over exactly the keys that the row sees: the same call whatever else is in the
+    step, hence the same bits (I7). Reads the KV R times; a fused kernel must not.
+    """
+    count, heads, dim = q.shape
+    kv_heads = k.shape[0]
+    grouped = q.reshape(count, 1, kv_heads, heads // kv_heads, dim)
+    out = torch.empty_like(grouped)
+    for r in range(count):
+        end = start + r + 1
+        out[r] = functional.scaled_dot_product_attention(
+            grouped[r], k[None, :, first:end], v[None, :, first:end]
+        )
+    return out.reshape(count, heads, dim)

@@ -1,0 +1,119 @@
+"""Does a model fit, and where do its bytes go?
+
+Formulas only: the plan is made from config.json, before a weight is read, and the engine allocates
+what the plan says.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from capserve.engine.models.config import ModelConfig
+from capserve.engine.models.qwen3_5 import weight_bytes
+from capserve.engine.state import StateBytes
+from capserve.errors import MemoryBudgetError
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes by use, for one model in one dtype at one context length."""
+
+    weights_bytes: int
+    kv_bytes: int
+    state_bytes: int
+    """Small state, row buffers and scratch."""
+    workspace_bytes: int
+    """Activations of the largest prefill chunk at full context: an upper estimate."""
+    capsule_bytes: int
+    """The capsule store's budget."""
+    available_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        return (
+            self.weights_bytes
+            + self.kv_bytes
+            + self.state_bytes
+            + self.workspace_bytes
+            + self.capsule_bytes
+        )
+
+    @property
+    def fits(self) -> bool:
+        return self.total_bytes <= self.available_bytes
+
+    def check(self, name: str) -> None:
+        """Raises MemoryBudgetError with both numbers and where the bytes go."""
+        if not self.fits:
+            parts = ", ".join(
+                f"{label} {value / 2**20:,.0f}"
+                for label, value in (
+                    ("weights", self.weights_bytes),
+                    ("kv", self.kv_bytes),
+                    ("state", self.state_bytes),
+                    ("workspace", self.workspace_bytes),
+                    ("capsules", self.capsule_bytes),
+                )
+            )
+            raise MemoryBudgetError(
+                f"{name} needs {self.total_bytes / 2**20:,.0f} MiB ({parts}) "
+                f"and {self.available_bytes / 2**20:,.0f} MiB are available"
+            )
+
+
+def plan(
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    positions: int,
+    prefill_chunk: int,
+    vocab: int,
+    capsule_budget_bytes: int = 0,
+) -> MemoryPlan:
+    """The plan for a context of `positions` tokens."""
+    state = StateBytes.of(config, dtype)
+    kv = state.kv_per_token * positions
+    matrix = 4 if device.type == "cpu" else dtype.itemsize  # see layers/linear.py
+    return MemoryPlan(
+        weights_bytes=weight_bytes(config, dtype, vocab, matrix_bytes=matrix),
+        kv_bytes=kv,
+        state_bytes=state.buffers(config, dtype, positions) - kv,
+        workspace_bytes=_workspace_bytes(config, positions, prefill_chunk, vocab),
+        capsule_bytes=capsule_budget_bytes,
+        available_bytes=available_bytes(device),
+    )
+
+
+def _workspace_bytes(config: ModelConfig, positions: int, chunk: int, vocab: int) -> int:
+    mask = chunk * positions * (1 + 2 * 4)
+    mlp = 4 * chunk * config.intermediate_size * 4
+    heads = config.linear_num_value_heads
+    dims = config.linear_key_head_dim + config.linear_value_head_dim
+    delta = chunk * heads * (6 * dims + 4 * 64) * 4
+    return mask + max(mlp, delta) + 16 * vocab * 4
+
+
+def available_bytes(device: torch.device) -> int:
+    """Bytes that this process could still take on the device."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return int(free)
+    found = [2**63 - 1]
+    try:
+        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+            if line.startswith("MemAvailable:"):
+                found.append(int(line.split()[1]) * 1024)
+    except OSError:
+        pass
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii").strip()
+        used = int(Path("/sys/fs/cgroup/memory.current").read_text(encoding="ascii"))
+        if limit != "max":
+            found.append(int(limit) - used)
+    except (OSError, ValueError):
+        pass
+    return max(0, min(found))

@@ -1,0 +1,412 @@
+"""What does the Qwen3.5 family's text model compute?
+
+Layers of gated delta net (linear attention with a matrix state) and, every fourth, gated full
+attention; dense SwiGLU; tied or untied head; one MTP layer that drafts from (hidden, next token).
+The same code runs prefill (`absorb`) and decode (`verify`, then `State.settle`); they differ in the
+form of the delta rule and of attention only. Maths as in transformers' `qwen3_5` modelling file;
+for MTP as in the family's published checkpoints: embedding first, hidden after the final norm.
+
+Tensor names in comments: T tokens, R rows, D hidden, Hq / Hkv attention heads, Hk / Hv delta heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from capserve.engine.kernels.attention import reference as attention
+from capserve.engine.kernels.causal_conv.reference import causal_conv
+from capserve.engine.kernels.gated_delta import reference as gated_delta
+from capserve.engine.layers.linear import Linear, tiled
+from capserve.engine.layers.norm import rms_norm
+from capserve.engine.layers.rotary import Rotary
+from capserve.engine.models.config import LINEAR, ModelConfig
+from capserve.engine.state import State
+
+
+@dataclass
+class Span:
+    """What all layers of one call share: where the tokens lie, their angles, the mask."""
+
+    start: int
+    count: int
+    angles: tuple[Tensor, Tensor]
+    mask: Tensor | None
+    """Additive [T, L] for prefill; None for rows."""
+
+
+def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Every tensor of the text model and its MTP head: name (prefix `model.`) -> shape."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    full = {
+        "self_attn.q_proj.weight": (2 * config.num_attention_heads * config.head_dim, hidden),
+        "self_attn.k_proj.weight": (config.num_key_value_heads * config.head_dim, hidden),
+        "self_attn.v_proj.weight": (config.num_key_value_heads * config.head_dim, hidden),
+        "self_attn.o_proj.weight": (hidden, config.num_attention_heads * config.head_dim),
+        "self_attn.q_norm.weight": (config.head_dim,),
+        "self_attn.k_norm.weight": (config.head_dim,),
+    }
+    heads = config.linear_num_value_heads
+    linear = {
+        "linear_attn.in_proj_qkv.weight": (config.conv_dim, hidden),
+        "linear_attn.in_proj_z.weight": (config.value_dim, hidden),
+        "linear_attn.in_proj_a.weight": (heads, hidden),
+        "linear_attn.in_proj_b.weight": (heads, hidden),
+        "linear_attn.conv1d.weight": (config.conv_dim, 1, config.linear_conv_kernel_dim),
+        "linear_attn.A_log": (heads,),
+        "linear_attn.dt_bias": (heads,),
+        "linear_attn.norm.weight": (config.linear_value_head_dim,),
+        "linear_attn.out_proj.weight": (hidden, config.value_dim),
+    }
+    ffn = {
+        "input_layernorm.weight": (hidden,),
+        "post_attention_layernorm.weight": (hidden,),
+        "mlp.gate_proj.weight": (inner, hidden),
+        "mlp.up_proj.weight": (inner, hidden),
+        "mlp.down_proj.weight": (hidden, inner),
+    }
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (config.vocab_size, hidden),
+        "model.norm.weight": (hidden,),
+    }
+    for i, kind in enumerate(config.layer_types):
+        mixer = linear if kind == LINEAR else full
+        shapes |= {f"model.layers.{i}.{name}": shape for name, shape in (mixer | ffn).items()}
+    if not config.tie_word_embeddings:
+        shapes["lm_head.weight"] = (config.vocab_size, hidden)
+    if config.mtp_layers:
+        shapes |= {f"mtp.layers.0.{name}": shape for name, shape in (full | ffn).items()}
+        shapes |= {
+            "mtp.fc.weight": (hidden, 2 * hidden),
+            "mtp.norm.weight": (hidden,),
+            "mtp.pre_fc_norm_embedding.weight": (hidden,),
+            "mtp.pre_fc_norm_hidden.weight": (hidden,),
+        }
+    return shapes
+
+
+def weight_bytes(config: ModelConfig, dtype: torch.dtype, vocab: int, *, matrix_bytes: int) -> int:
+    """Bytes of the loaded weights: the embedding in `dtype`, matrices of `matrix_bytes` an element,
+    norms and gate constants in float32.
+
+    `vocab`: rows of the head that are kept. A tied head is a second, packed copy of them.
+    """
+    total = 0
+    for name, shape in tensor_shapes(config).items():
+        count = 1
+        for extent in shape:
+            count *= extent
+        if name == "lm_head.weight":
+            count = vocab * config.hidden_size
+        if len(shape) == 1 or name.endswith("conv1d.weight"):
+            total += count * 4
+        else:
+            total += count * (dtype.itemsize if "embed_tokens" in name else matrix_bytes)
+    if config.tie_word_embeddings:
+        total += vocab * config.hidden_size * matrix_bytes
+    return total
+
+
+class Mlp:
+    """down(silu(gate x) * up x)."""
+
+    def __init__(self, weights: _Weights) -> None:
+        self.gate_up = Linear(
+            torch.cat([weights["mlp.gate_proj.weight"], weights["mlp.up_proj.weight"]])
+        )
+        self.down = Linear(weights["mlp.down_proj.weight"])
+
+    def __call__(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up(x).chunk(2, -1)
+        return self.down(functional.silu(gate).mul_(up))
+
+
+class FullAttention:
+    """Grouped-query attention with per-head q/k norm, partial rotary and a sigmoid output gate."""
+
+    def __init__(self, config: ModelConfig, weights: _Weights, slot: int) -> None:
+        heads, kv_heads, dim = (
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            config.head_dim,
+        )
+        self.heads, self.kv_heads, self.dim, self.eps = heads, kv_heads, dim, config.rms_norm_eps
+        self.slot = slot
+        # q_proj interleaves [query | gate] per head; one matrix, reordered: q, k, v, gate
+        query, gate = weights["self_attn.q_proj.weight"].reshape(heads, 2, dim, -1).unbind(1)
+        self.qkvg = Linear(
+            torch.cat(
+                [
+                    query.flatten(0, 1),
+                    weights["self_attn.k_proj.weight"],
+                    weights["self_attn.v_proj.weight"],
+                    gate.flatten(0, 1),
+                ]
+            )
+        )
+        self.out = Linear(weights["self_attn.o_proj.weight"])
+        self.qk_scale = torch.cat(
+            [
+                weights.scale("self_attn.q_norm.weight").expand(heads, dim),
+                weights.scale("self_attn.k_norm.weight").expand(kv_heads, dim),
+            ]
+        )  # [Hq + Hkv, dim] f32
+        self.sizes = [heads * dim + kv_heads * dim, kv_heads * dim, heads * dim]
+
+    def __call__(self, x: Tensor, state: State, span: Span, rotary: Rotary, first: int) -> Tensor:
+        """x [T, D] at [span.start, span.start + T); slots before `first` are never seen."""
+        end = span.start + span.count
+        qk, v, gate = torch.split(self.qkvg(x), self.sizes, -1)
+        qk = qk.reshape(span.count, self.heads + self.kv_heads, self.dim)
+        qk = rotary.rotate(rms_norm(qk, self.qk_scale, self.eps), span.angles)
+        keys, values = state.kv[self.slot].unbind(0)  # [Hkv, P, dim]
+        keys[:, span.start : end] = qk[:, self.heads :].transpose(0, 1)
+        values[:, span.start : end] = v.reshape(-1, self.kv_heads, self.dim).transpose(0, 1)
+        q = qk[:, : self.heads]
+        if span.mask is None:
+            o = attention.rows(q, keys, values, first, span.start)
+        else:
+            o = attention.prefill(q, keys[:, :end], values[:, :end], first, span.mask)
+        return self.out(o.reshape(span.count, -1) * gate.sigmoid())
+
+
+class DeltaNet:
+    """Gated delta net: short convolution, normalised q and k, delta rule, gated output norm."""
+
+    def __init__(self, config: ModelConfig, weights: _Weights, slot: int) -> None:
+        self.slot, self.eps = slot, config.rms_norm_eps
+        self.key_heads, self.value_heads = (
+            config.linear_num_key_heads,
+            config.linear_num_value_heads,
+        )
+        self.key, self.value = config.linear_key_head_dim, config.linear_value_head_dim
+        names = ("qkv", "z", "b", "a")
+        self.projections = Linear(
+            torch.cat([weights[f"linear_attn.in_proj_{name}.weight"] for name in names])
+        )
+        self.sizes = [config.conv_dim, config.value_dim, self.value_heads, self.value_heads]
+        self.qkv_sizes = [2 * config.key_dim, config.value_dim]
+        self.conv = weights["linear_attn.conv1d.weight"].float()[:, 0].t().contiguous()  # [W, C]
+        self.rate = -weights["linear_attn.A_log"].float().exp()  # [Hv]
+        self.dt_bias = weights["linear_attn.dt_bias"].float()
+        self.norm = weights["linear_attn.norm.weight"].float()
+        self.out = Linear(weights["linear_attn.out_proj.weight"])
+
+    def _project(self, x: Tensor) -> tuple[Tensor, ...]:
+        """x [T, D] -> conv input [T, C], gate z [T, Hv * Dv], b, a [T, Hv]."""
+        return tuple(torch.split(self.projections(x), self.sizes, -1))
+
+    def _features(self, window: Tensor) -> tuple[Tensor, ...]:
+        """window [W-1 + T, C] -> q, k [T, Hv, Dk], v [T, Hv, Dv], f32."""
+        qk, v = torch.split(causal_conv(window, self.conv).float(), self.qkv_sizes, -1)
+        qk = qk.reshape(-1, 2 * self.key_heads, self.key)
+        qk = qk * (qk * qk).sum(-1, keepdim=True).add_(1e-6).rsqrt_()
+        q, k = torch.chunk(qk, 2, 1)
+        return (
+            gated_delta.expand_heads(q * self.key**-0.5, self.value_heads),
+            gated_delta.expand_heads(k, self.value_heads),
+            v.reshape(-1, self.value_heads, self.value),
+        )
+
+    def _gates(self, b: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
+        """b, a [T, Hv] -> log decay g and strength beta [T', Hv] f32, T' >= T in whole tiles."""
+        g = functional.softplus(tiled(a).float() + self.dt_bias).mul_(self.rate)
+        return g, tiled(b).sigmoid().float()
+
+    def _output(self, o: Tensor, z: Tensor) -> Tensor:
+        """o [T, Hv, Dv] f32: norm per head, times silu(z), projected."""
+        normed = rms_norm(o.to(z.dtype), self.norm, self.eps).reshape(z.shape)
+        return self.out((normed.float() * functional.silu(z.float())).to(z.dtype))
+
+    def absorb(self, x: Tensor, state: State, span: Span) -> Tensor:
+        """Prefill: T tokens into the state for good."""
+        mixed, z, b, a = self._project(x)
+        history = state.conv[self.slot, : state.taps]
+        window = torch.cat([history, mixed])
+        history.copy_(window[span.count :])
+        q, k, v = self._features(window)
+        g, beta = (gate[: span.count] for gate in self._gates(b, a))
+        o = gated_delta.chunked(q, k, v, g, beta, state.recurrent[self.slot], span.start)
+        return self._output(o, z)
+
+    def verify(self, x: Tensor, state: State, span: Span) -> Tensor:
+        """R rows on a scratch copy of the state; `State.settle` folds the accepted ones in."""
+        mixed, z, b, a = self._project(x)
+        window = state.conv[self.slot, : state.taps + span.count]
+        window[state.taps :] = mixed
+        q, k, v = self._features(window)
+        g, beta = self._gates(b, a)
+        state.row_k[self.slot, : span.count] = k.unsqueeze(2)
+        state.row_decay[self.slot, : span.count] = g.exp()[: span.count, :, None, None]
+        q, v, beta = q.unsqueeze(2), v.unsqueeze(2), beta[..., None, None]
+        scratch = state.scratch.copy_(state.recurrent[self.slot])
+        o = torch.empty_like(v)
+        for r in range(span.count):
+            o[r], state.row_d[self.slot, r] = gated_delta.row(
+                q[r],
+                state.row_k[self.slot, r],
+                v[r],
+                state.row_decay[self.slot, r],
+                beta[r],
+                scratch,
+            )
+        return self._output(o.squeeze(2), z)
+
+
+class Layer:
+    """x += mixer(norm(x)); x += mlp(norm(x))."""
+
+    def __init__(
+        self, config: ModelConfig, weights: _Weights, mixer: DeltaNet | FullAttention
+    ) -> None:
+        self.mixer = mixer
+        self.mlp = Mlp(weights)
+        self.eps = config.rms_norm_eps
+        self.before = weights.scale("input_layernorm.weight")
+        self.after = weights.scale("post_attention_layernorm.weight")
+
+    def __call__(
+        self, x: Tensor, state: State, span: Span, rotary: Rotary, first: int = 0
+    ) -> Tensor:
+        y = rms_norm(x, self.before, self.eps)
+        if isinstance(self.mixer, FullAttention):
+            x = x + self.mixer(y, state, span, rotary, first)
+        elif span.mask is None:
+            x = x + self.mixer.verify(y, state, span)
+        else:
+            x = x + self.mixer.absorb(y, state, span)
+        return x + self.mlp(rms_norm(x, self.after, self.eps))
+
+
+class Mtp:
+    """The draft head: x = fc [norm(E[t_p]) ; norm(h_{p-1})] through one full-attention layer.
+
+    Slot p is built from token p and the hidden state of position p - 1 and predicts token p + 1.
+    """
+
+    FIRST_SLOT = 1
+
+    def __init__(self, config: ModelConfig, weights: _Weights) -> None:
+        self.eps = config.rms_norm_eps
+        self.fc = Linear(weights["mtp.fc.weight"])
+        self.embedding_scale = weights.scale("mtp.pre_fc_norm_embedding.weight")
+        self.hidden_scale = weights.scale("mtp.pre_fc_norm_hidden.weight")
+        self.scale = weights.scale("mtp.norm.weight")
+        inner = weights.under("mtp.layers.0.")
+        self.layer = Layer(config, inner, FullAttention(config, inner, config.full_layers))
+
+    def __call__(
+        self, embedded: Tensor, hidden: Tensor, state: State, span: Span, rotary: Rotary
+    ) -> Tensor:
+        """embedded, hidden [T, D] -> y [T, D], which the head turns into draft logits."""
+        x = self.fc(
+            torch.cat(
+                [
+                    rms_norm(embedded, self.embedding_scale, self.eps),
+                    rms_norm(hidden, self.hidden_scale, self.eps),
+                ],
+                -1,
+            )
+        )
+        return rms_norm(self.layer(x, state, span, rotary, self.FIRST_SLOT), self.scale, self.eps)
+
+
+class Qwen35:
+    """The whole text model. Holds weights only; every call takes the `State` that it changes."""
+
+    def __init__(
+        self, config: ModelConfig, weights: Mapping[str, Tensor], device: torch.device, vocab: int
+    ) -> None:
+        """weights: the tensors of `tensor_shapes`, in model dtype. vocab: ids that exist; rows of
+        the head beyond it are padding and are left out."""
+        self.config = config
+        named = _Weights(weights)
+        self.rotary = Rotary(config.rotary_dim, config.rope_theta, device)
+        self.device = device
+        self.embedding = named["model.embed_tokens.weight"]
+        self.dtype = self.embedding.dtype
+        tied = config.tie_word_embeddings
+        self.head = Linear((self.embedding if tied else named["lm_head.weight"])[:vocab].clone())
+        self.scale = named.scale("model.norm.weight")
+        self.layers: list[Layer] = []
+        linear_slot = full_slot = 0
+        for i, kind in enumerate(config.layer_types):
+            inner = named.under(f"model.layers.{i}.")
+            mixer: DeltaNet | FullAttention
+            if kind == LINEAR:
+                mixer = DeltaNet(config, inner, linear_slot)
+                linear_slot += 1
+            else:
+                mixer = FullAttention(config, inner, full_slot)
+                full_slot += 1
+            self.layers.append(Layer(config, inner, mixer))
+        self.mtp = Mtp(config, named) if config.mtp_layers else None
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """tokens [T] int64 -> [T, D]."""
+        return functional.embedding(tokens, self.embedding)
+
+    def rows_span(self, start: int, count: int) -> Span:
+        """A span for decode rows."""
+        return Span(start, count, self.rotary.angles(start, count, self.dtype), None)
+
+    def absorb(self, tokens: Tensor, state: State, start: int) -> Tensor:
+        """Prefill tokens [T] at `start`, MTP slots too; final-normed hidden states [T, D].
+
+        `state.hidden[0]` must be the hidden state of position start - 1 when start > 0.
+        """
+        count = len(tokens)
+        mask = attention.causal_mask(count, start + count, self.device)
+        span = Span(start, count, self.rotary.angles(start, count, self.dtype), mask)
+        embedded = x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x, state, span, self.rotary)
+        hidden = rms_norm(x, self.scale, self.config.rms_norm_eps)
+        if self.mtp is not None:
+            skip = 1 if start == 0 else 0
+            if count > skip:
+                before = torch.cat([state.hidden[:1], hidden[:-1]])[skip:]
+                angles = (span.angles[0][skip:], span.angles[1][skip:])
+                slots = Span(start + skip, count - skip, angles, mask[skip:, Mtp.FIRST_SLOT :])
+                self.mtp(embedded[skip:], before, state, slots, self.rotary)
+        return hidden
+
+    def verify(self, tokens: Tensor, state: State, start: int) -> Tensor:
+        """Decode rows [R] at `start` on top of a settled state; hidden states [R, D]."""
+        span = self.rows_span(start, len(tokens))
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = layer(x, state, span, self.rotary)
+        return rms_norm(x, self.scale, self.config.rms_norm_eps)
+
+    def draft(self, tokens: Tensor, hidden: Tensor, state: State, start: int) -> Tensor:
+        """MTP rows for slots [start, start + R): tokens [R] there and the hidden states [R, D] of
+        the positions before; y [R, D]."""
+        assert self.mtp is not None
+        span = self.rows_span(start, len(tokens))
+        return self.mtp(self.embed(tokens), hidden, state, span, self.rotary)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [R, D] -> [R, vocab] f32."""
+        return self.head(hidden).float()
+
+
+class _Weights:
+    """Checkpoint tensors under a prefix; a name that is missing is a bug of the loader."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], prefix: str = "") -> None:
+        self._tensors, self._prefix = tensors, prefix
+
+    def under(self, prefix: str) -> _Weights:
+        return _Weights(self._tensors, self._prefix + prefix)
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._tensors[self._prefix + name]
+
+    def scale(self, name: str) -> Tensor:
+        """The float32 scale 1 + w of a norm stored around 0."""
+        return 1.0 + self[name].float()

@@ -1,0 +1,326 @@
+"""How does the torch engine keep the seam's promises?
+
+It owns one model, one `State` and the live segments, and moves them one step at a time. All methods
+run on the caller's one thread, under inference mode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import ParamSpec, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from capserve.engine import memory
+from capserve.engine.capsule import LiveSegments, TorchCapsule
+from capserve.engine.loading import Progress, load_weights
+from capserve.engine.models.config import ModelConfig
+from capserve.engine.models.qwen3_5 import Qwen35
+from capserve.engine.sampling import Sampler
+from capserve.engine.seam import (
+    MAX_DRAFTS,
+    MAX_TOP_LOGPROBS,
+    Capsule,
+    Chunk,
+    EngineLimits,
+    Sampling,
+    TokenArray,
+)
+from capserve.engine.speculate import judge
+from capserve.engine.state import MAX_ROWS, State, StateBytes
+from capserve.errors import ContextLengthError, StartupError
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _inference(method: Callable[P, R]) -> Callable[P, R]:
+    return torch.inference_mode()(method)
+
+
+class TorchEngine:
+    """One hot state of one Qwen3.5-family model. Implements `seam.Engine`."""
+
+    def __init__(
+        self, model: Qwen35, *, positions: int, prefill_chunk: int, vocab: int, max_drafts: int
+    ) -> None:
+        config, dtype, device = model.config, model.dtype, model.device
+        self._model = model
+        self._device = device
+        with torch.inference_mode():
+            self._state = State(config, dtype, device, positions)
+        self._live = LiveSegments(self._state)
+        sizes = StateBytes.of(config, dtype)
+        self._limits = EngineLimits(
+            model_name=config.name,
+            vocab_size=vocab,
+            max_positions=positions,
+            max_drafts=min(max_drafts, MAX_DRAFTS) if model.mtp is not None else 0,
+            prefill_chunk=prefill_chunk,
+            grid=prefill_chunk,
+            small_state_bytes=sizes.small_state,
+            kv_bytes_per_token=sizes.kv_per_token,
+            device=str(device),
+            dtype=str(dtype).removeprefix("torch."),
+        )
+        self._position = 0
+        self._pending: int | None = None
+        self._sampler: Sampler | None = None
+        self._waiting_tokens: list[int] = []
+        """Absorbed tokens whose MTP slot is not built yet. Their hidden states are the rows of
+        `state.hidden` but the last, which is that of position - 1."""
+
+    @classmethod
+    def load(
+        cls,
+        path: Path,
+        *,
+        dtype: str = "auto",
+        device: str = "auto",
+        max_model_len: int | None = None,
+        prefill_chunk: int = 512,
+        max_drafts: int = MAX_DRAFTS,
+        threads: int | None = None,
+        vocab: int | None = None,
+        capsule_budget_bytes: int = 0,
+        progress: Progress | None = None,
+    ) -> TorchEngine:
+        """An engine for the checkpoint in `path`, a Hugging Face directory.
+
+        dtype `auto` is float32 on CPU and bfloat16 on CUDA. vocab: ids that the tokenizer has; the
+        rest of the head is padding. Raises CheckpointError, or MemoryBudgetError before any weight
+        is read.
+        """
+        config, chosen, where, positions, ids = _resolve(path, dtype, device, max_model_len, vocab)
+        memory.plan(
+            config,
+            chosen,
+            where,
+            positions=positions,
+            prefill_chunk=prefill_chunk,
+            vocab=ids,
+            capsule_budget_bytes=capsule_budget_bytes,
+        ).check(config.name)
+        if threads is not None:
+            torch.set_num_threads(threads)
+        with torch.inference_mode():
+            config, weights = load_weights(path, config, chosen, progress)
+            weights = {name: tensor.to(where) for name, tensor in weights.items()}
+            model = Qwen35(config, weights, where, ids)
+        return cls(
+            model,
+            positions=positions,
+            prefill_chunk=prefill_chunk,
+            vocab=ids,
+            max_drafts=max_drafts,
+        )
+
+    @property
+    def limits(self) -> EngineLimits:
+        return self._limits
+
+    @property
+    def position(self) -> int:
+        return self._position
+
+    @property
+    def graph_capture_count(self) -> int:
+        return 0
+
+    @_inference
+    def reset(self) -> None:
+        self._state.reset()
+        self._moved_to(0)
+
+    @_inference
+    def extend(self, tokens: TokenArray) -> None:
+        assert tokens.ndim == 1, "extend takes a 1-D array"
+        assert len(tokens) >= 1, "extend takes at least one token"
+        end = self._position + len(tokens)
+        if end > self._limits.max_positions:
+            raise ContextLengthError(
+                f"{end} tokens do not fit a context of {self._limits.max_positions} tokens"
+            )
+        self._pending = self._sampler = None
+        self._settle()
+        ids = torch.from_numpy(np.ascontiguousarray(tokens)).to(self._device).long()
+        first = self._position
+        while self._position < end:
+            stop = self._limits.chunk_end(self._position, end)
+            chunk = ids[self._position - first : stop - first]
+            self._live.written_from(self._position)
+            hidden = self._model.absorb(chunk, self._state, self._position)
+            self._state.hidden[0] = hidden[-1]
+            self._position = stop
+
+    @_inference
+    def begin(
+        self, sampling: Sampling, context: TokenArray, output: TokenArray | None = None
+    ) -> None:
+        _check_sampling(sampling, self._limits)
+        decided = [] if output is None else output.tolist()
+        if decided:
+            assert self._position == len(context) + len(decided) - 1, "output is not this state's"
+        self._pending = decided[-1] if decided else None
+        self._sampler = Sampler(sampling, context, decided, self._limits.vocab_size, self._device)
+
+    @_inference
+    def step(self) -> Chunk:
+        sampler = self._sampler
+        assert sampler is not None, "step needs a begin"
+        assert self._position >= 1, "step needs a token to continue from"
+        if self._pending is None:
+            last = self._state.hidden[len(self._waiting_tokens)].unsqueeze(0)
+            verdict = judge(self._model.logits(last), (), sampler, self._position)
+            self._pending = verdict.tokens[-1]
+            return Chunk(verdict.tokens, verdict.stop, 0, 0, verdict.logprobs)
+        room = self._limits.max_positions - self._position
+        if room < 1:
+            raise ContextLengthError(
+                f"position {self._position} is the end of a context of "
+                f"{self._limits.max_positions} tokens"
+            )
+        drafts = self._draft(min(sampler.sampling.drafts, room - 1), sampler)
+        rows = [self._pending, *drafts]
+        self._state.settle()
+        self._live.written_from(self._position)
+        hidden = self._model.verify(self._ids(rows), self._state, self._position)
+        verdict = judge(self._model.logits(hidden), drafts, sampler, self._position + 1)
+        self._absorb_rows(rows, hidden, len(verdict.tokens), drafted=bool(drafts))
+        self._pending = verdict.tokens[-1]
+        accepted = len(verdict.tokens) - 1
+        return Chunk(verdict.tokens, verdict.stop, len(drafts), accepted, verdict.logprobs)
+
+    @_inference
+    def snapshot(self) -> Capsule:
+        self._settle()
+        return self._live.snapshot(self._position)
+
+    @_inference
+    def restore(self, capsule: Capsule) -> int:
+        assert isinstance(capsule, TorchCapsule), "a capsule of another engine"
+        moved = self._live.restore(capsule)
+        self._state.accepted_rows = 0
+        self._moved_to(capsule.position)
+        return moved
+
+    def _moved_to(self, position: int) -> None:
+        self._position = position
+        self._pending = self._sampler = None
+        self._waiting_tokens = []
+
+    def _ids(self, tokens: list[int]) -> Tensor:
+        return torch.tensor(tokens, dtype=torch.long, device=self._device)
+
+    def _settle(self) -> None:
+        """Bring every deferred part of the state up to the position."""
+        self._state.settle()
+        self._build_waiting_slots()
+
+    def _build_waiting_slots(self) -> None:
+        waiting = len(self._waiting_tokens)
+        if not waiting:
+            return
+        state = self._state
+        self._model.draft(
+            self._ids(self._waiting_tokens), state.hidden[:waiting], state, self._position - waiting
+        )
+        state.hidden[0] = state.hidden[waiting].clone()
+        self._waiting_tokens = []
+
+    def _draft(self, count: int, sampler: Sampler) -> list[int]:
+        """Up to `count` draft tokens for the positions after the pending one."""
+        if count < 1:
+            return []
+        assert self._pending is not None
+        tokens = [*self._waiting_tokens, self._pending]
+        hidden = self._state.hidden[: len(tokens)]
+        slot = self._position - len(self._waiting_tokens)
+        drafts: list[int] = []
+        for i in range(count):
+            y = self._model.draft(self._ids(tokens), hidden, self._state, slot)[-1:]
+            draft = sampler.choose(self._model.logits(y)[0], self._position + 1 + i)
+            drafts.append(draft)
+            slot, tokens, hidden = self._position + 1 + i, [draft], y
+        return drafts
+
+    def _absorb_rows(self, rows: list[int], hidden: Tensor, count: int, *, drafted: bool) -> None:
+        """The first `count` verified rows become part of the state."""
+        state = self._state
+        state.accepted_rows = count
+        self._position += count
+        if self._model.mtp is None:
+            state.hidden[0] = hidden[count - 1]
+            return
+        if drafted:  # the draft built every slot up to the pending token's
+            state.hidden[:count] = hidden[:count]
+            self._waiting_tokens = rows[1:count]
+            return
+        self._waiting_tokens.append(rows[0])
+        state.hidden[len(self._waiting_tokens)] = hidden[0]
+        if len(self._waiting_tokens) == MAX_ROWS - 1:
+            self._build_waiting_slots()
+
+
+def _resolve(
+    path: Path, dtype: str, device: str, max_model_len: int | None, vocab: int | None
+) -> tuple[ModelConfig, torch.dtype, torch.device, int, int]:
+    config = ModelConfig.from_dir(path)
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda" and not torch.cuda.is_available():
+        raise StartupError("--device cuda: torch sees no CUDA device")
+    where = torch.device(device)
+    if dtype == "auto":
+        dtype = "bfloat16" if where.type == "cuda" else "float32"
+    chosen = {"float32": torch.float32, "bfloat16": torch.bfloat16}[dtype]
+    positions = max_model_len or config.max_position_embeddings
+    if positions > config.max_position_embeddings:
+        raise StartupError(
+            f"--max-model-len {positions} is more than the checkpoint's "
+            f"max_position_embeddings {config.max_position_embeddings}"
+        )
+    ids = vocab or config.vocab_size
+    if ids > config.vocab_size:
+        raise StartupError(
+            f"the tokenizer has {ids} ids and the checkpoint's vocab_size is {config.vocab_size}"
+        )
+    return config, chosen, where, positions, ids
+
+
+def plan_memory(
+    path: Path,
+    *,
+    dtype: str = "auto",
+    device: str = "auto",
+    max_model_len: int | None = None,
+    prefill_chunk: int = 512,
+    vocab: int | None = None,
+    capsule_budget_bytes: int = 0,
+) -> memory.MemoryPlan:
+    """The plan that `TorchEngine.load` with the same arguments would check."""
+    config, chosen, where, positions, ids = _resolve(path, dtype, device, max_model_len, vocab)
+    return memory.plan(
+        config,
+        chosen,
+        where,
+        positions=positions,
+        prefill_chunk=prefill_chunk,
+        vocab=ids,
+        capsule_budget_bytes=capsule_budget_bytes,
+    )
+
+
+def _check_sampling(sampling: Sampling, limits: EngineLimits) -> None:
+    assert 0 <= sampling.drafts <= limits.max_drafts, f"{sampling.drafts} drafts"
+    assert sampling.temperature >= 0
+    assert sampling.top_k >= 0
+    assert 0 < sampling.top_p <= 1
+    assert 0 <= sampling.min_p <= 1
+    assert sampling.repetition_penalty > 0
+    assert 0 <= sampling.seed < 2**64
+    assert sampling.top_logprobs is None or 0 <= sampling.top_logprobs <= MAX_TOP_LOGPROBS
+    assert all(0 <= token < limits.vocab_size for token, _ in sampling.logit_bias)

@@ -1,0 +1,117 @@
+"""Which token does the target choose, given its logits, the turn's settings and the position?
+
+One rule for greedy and sampling: after penalties, bias and temperature, and among the ids that
+top-k, top-p and min-p keep, the id with the largest logit plus Gumbel noise (Gumbel-max). The
+noise is a function of (seed, position, id), so the choice is a function of logits and position
+alone (E5): no generator is advanced, and a draft made with the same noise agrees more often.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from capserve.engine.kernels.philox.reference import gumbel
+from capserve.engine.seam import Sampling, TokenArray, TokenLogprob
+
+
+class Sampler:
+    """One turn's chooser. Counts the turn's tokens for the penalties."""
+
+    def __init__(
+        self,
+        sampling: Sampling,
+        context: TokenArray,
+        output: Sequence[int],
+        vocab: int,
+        device: torch.device,
+    ) -> None:
+        self.sampling = sampling
+        self._device = device
+        self._seen: Tensor | None = None  # [V] bool
+        self._counts: Tensor | None = None  # [V] f32
+        self._bias: Tensor | None = None  # [V] f32
+        if sampling.repetition_penalty != 1.0:
+            self._seen = torch.zeros(vocab, dtype=torch.bool, device=device)
+            ids = torch.from_numpy(context).to(device).long()
+            self._seen[ids[ids < vocab]] = True
+        if sampling.presence_penalty or sampling.frequency_penalty:
+            self._counts = torch.zeros(vocab, device=device)
+        if sampling.logit_bias:
+            self._bias = torch.zeros(vocab, device=device)
+            for token, bias in sampling.logit_bias:
+                self._bias[token] += bias
+        for token in output:
+            self.commit(token)
+
+    @property
+    def plain_greedy(self) -> bool:
+        """The choice is the argmax of the raw logits, and nothing else is asked."""
+        return (
+            self.sampling.temperature == 0
+            and self._seen is None
+            and self._counts is None
+            and self._bias is None
+            and self.sampling.top_logprobs is None
+        )
+
+    def commit(self, token: int) -> None:
+        """Count a token that the target decided."""
+        if self._seen is not None:
+            self._seen[token] = True
+        if self._counts is not None:
+            self._counts[token] += 1
+
+    def choose(self, logits: Tensor, position: int) -> int:
+        """The token at `position` from logits [V] f32."""
+        return self._pick(self._penalised(logits), position)
+
+    def choose_with_logprobs(self, logits: Tensor, position: int) -> tuple[int, TokenLogprob]:
+        """The same token, with log probabilities after penalties and bias, before temperature."""
+        scores = self._penalised(logits)
+        token = self._pick(scores, position)
+        logprobs = torch.log_softmax(scores, -1)
+        values, ids = torch.topk(logprobs, min(self.sampling.top_logprobs or 0, len(logprobs)))
+        top = tuple(zip(ids.tolist(), values.tolist(), strict=True))
+        return token, TokenLogprob(token, float(logprobs[token]), top)
+
+    def _penalised(self, logits: Tensor) -> Tensor:
+        s = self.sampling
+        if self._seen is not None:
+            scaled = torch.where(
+                logits > 0, logits / s.repetition_penalty, logits * s.repetition_penalty
+            )
+            logits = torch.where(self._seen, scaled, logits)
+        if self._counts is not None:
+            logits = logits - s.frequency_penalty * self._counts
+            logits = logits - s.presence_penalty * (self._counts > 0)
+        if self._bias is not None:
+            logits = logits + self._bias
+        return logits
+
+    def _pick(self, scores: Tensor, position: int) -> int:
+        if self.sampling.temperature == 0:
+            return int(scores.argmax())
+        kept, ids = self._filtered(scores / self.sampling.temperature)
+        return int(ids[(kept + gumbel(ids, position, self.sampling.seed)).argmax()])
+
+    def _filtered(self, scores: Tensor) -> tuple[Tensor, Tensor]:
+        """The scores and ids that top-k, then top-p, then min-p keep; at least one."""
+        s = self.sampling
+        if 0 < s.top_k < len(scores):
+            scores, ids = torch.topk(scores, s.top_k)
+        elif s.top_p < 1.0:
+            scores, ids = torch.sort(scores, descending=True, stable=True)
+        else:
+            ids = torch.arange(len(scores), device=scores.device)
+        if s.top_p < 1.0:
+            probs = torch.softmax(scores, -1)
+            before = probs.cumsum(-1) - probs
+            count = max(1, int((before < s.top_p).sum()))
+            scores, ids = scores[:count], ids[:count]
+        if s.min_p > 0.0:
+            likely = scores >= scores.max() + torch.log(torch.tensor(s.min_p))
+            scores, ids = scores[likely], ids[likely]
+        return scores, ids

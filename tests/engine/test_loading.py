@@ -1,0 +1,177 @@
+"""A checkpoint that is not right is refused by the name of what is wrong."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from capserve.engine.memory import available_bytes
+from capserve.engine.runtime import TorchEngine, plan_memory
+from capserve.errors import CheckpointError, MemoryBudgetError, StartupError
+from capserve.testing.tiny import SHAPES, write_checkpoint
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    return write_checkpoint(tmp_path / "model", SHAPES["flat-tied"])
+
+
+def load(path: Path) -> TorchEngine:
+    return TorchEngine.load(path, max_model_len=256, prefill_chunk=64)
+
+
+def edit_tensors(path: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    file = path / "model.safetensors"
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file)
+
+
+def edit_config(path: Path, **fields: object) -> None:
+    file = path / "config.json"
+    config = json.loads(file.read_text()) | fields
+    file.write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
+
+
+def test_a_missing_tensor_is_named_with_its_shape(checkpoint: Path) -> None:
+    edit_tensors(checkpoint, lambda t: t.pop("model.layers.2.linear_attn.A_log"))  # type: ignore[arg-type]
+    with pytest.raises(
+        CheckpointError, match=r"model\.layers\.2\.linear_attn\.A_log \(4,\) is missing"
+    ):
+        load(checkpoint)
+
+
+def test_a_misshapen_tensor_is_named_with_both_shapes(checkpoint: Path) -> None:
+    name = "model.layers.3.self_attn.k_proj.weight"
+    edit_tensors(checkpoint, lambda t: t.update({name: torch.zeros(64, 63)}))
+    with pytest.raises(
+        CheckpointError, match=r"k_proj.weight has shape \(64, 63\), expected \(64, 64\)"
+    ):
+        load(checkpoint)
+
+
+def test_a_tensor_of_another_form_is_named(checkpoint: Path) -> None:
+    name = "model.layers.0.mlp.down_proj.weight_scale_inv"
+    edit_tensors(checkpoint, lambda t: t.update({name: torch.zeros(1)}))
+    with pytest.raises(CheckpointError, match="weight_scale_inv does not belong"):
+        load(checkpoint)
+
+
+def test_integer_weights_are_refused(checkpoint: Path) -> None:
+    edit_tensors(
+        checkpoint, lambda t: t.update({"model.norm.weight": torch.zeros(64, dtype=torch.int8)})
+    )
+    with pytest.raises(CheckpointError, match=r"model.norm.weight is torch.int8"):
+        load(checkpoint)
+
+
+def test_a_truncated_file_is_named(checkpoint: Path) -> None:
+    file = checkpoint / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:5000])
+    with pytest.raises(
+        CheckpointError, match=r"model.safetensors: not a readable safetensors file"
+    ):
+        load(checkpoint)
+
+
+def test_a_missing_shard_is_named(tmp_path: Path) -> None:
+    path = write_checkpoint(tmp_path, SHAPES["nested-untied-sharded"])
+    (path / "model-00002-of-00003.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"shard model-00002-of-00003.safetensors is missing"):
+        load(path)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"model_type": "llama"}, "model_type 'llama'"),
+        ({"hidden_size": None}, "hidden_size is None"),
+        ({"hidden_size": True}, "hidden_size is True"),
+        ({"intermediate_size": None, "num_experts": 8}, "experts do not load yet"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type 'yarn'"),
+        (
+            {"num_key_value_heads": 3},
+            "num_attention_heads 4 is no multiple of num_key_value_heads 3",
+        ),
+        ({"layer_types": ["full_attention"]}, "1 entries"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ({"attention_bias": True}, "attention_bias"),
+        ({"mtp_num_hidden_layers": 2}, "mtp_num_hidden_layers 2"),
+    ],
+)
+def test_a_config_of_another_model_is_refused_by_field(
+    checkpoint: Path, fields: dict[str, object], message: str
+) -> None:
+    edit_config(checkpoint, **fields)
+    with pytest.raises(CheckpointError, match=message):
+        load(checkpoint)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null"])
+def test_a_config_that_is_no_object_is_refused(checkpoint: Path, text: str) -> None:
+    (checkpoint / "config.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"config.json"):
+        load(checkpoint)
+
+
+def test_an_empty_directory_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"no config.json"):
+        load(tmp_path)
+
+
+def test_a_tied_head_that_is_also_stored_loads(checkpoint: Path) -> None:
+    edit_tensors(checkpoint, lambda t: t.update({"lm_head.weight": torch.zeros(320, 64)}))
+    assert load(checkpoint).limits.max_drafts == 8
+
+
+def test_a_repack_that_lost_its_mtp_head_loads_without_drafts(tmp_path: Path) -> None:
+    engine = load(write_checkpoint(tmp_path, SHAPES["no-mtp"]))
+    assert engine.limits.max_drafts == 0
+
+
+def test_an_mtp_head_with_a_lost_tensor_is_refused(checkpoint: Path) -> None:
+    edit_tensors(checkpoint, lambda t: t.pop("mtp.fc.weight"))  # type: ignore[arg-type]
+    with pytest.raises(CheckpointError, match=r"mtp.fc.weight \(64, 128\) is missing"):
+        load(checkpoint)
+
+
+def test_a_model_that_does_not_fit_is_refused_before_a_weight_is_read(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = plan_memory(checkpoint, max_model_len=256, prefill_chunk=64)
+    (checkpoint / "model.safetensors").unlink()  # reading it would be another error
+    monkeypatch.setattr("capserve.engine.memory.available_bytes", lambda _: plan.total_bytes - 1)
+    with pytest.raises(MemoryBudgetError, match=r"needs .* MiB .* and .* MiB are available"):
+        load(checkpoint)
+
+
+def test_the_planned_weight_bytes_are_those_of_the_loaded_tensors(nano_dir: Path) -> None:
+    plan = plan_memory(nano_dir, max_model_len=256)
+    tensors = {}
+    for file in nano_dir.glob("*.safetensors"):
+        tensors |= load_file(file)
+    stored = sum(t.numel() * 4 for t in tensors.values())
+    head = tensors["model.embed_tokens.weight"].numel() * 4
+    assert plan.weights_bytes == stored + head
+    assert 0 < plan.total_bytes < available_bytes(torch.device("cpu"))
+
+
+def test_more_context_than_the_checkpoint_has_is_refused(checkpoint: Path) -> None:
+    with pytest.raises(StartupError, match=r"5000 .* 4096"):
+        TorchEngine.load(checkpoint, max_model_len=5000)
+
+
+def test_progress_reaches_its_total_and_never_falls(nano_dir: Path) -> None:
+    seen: list[tuple[int, int]] = []
+    TorchEngine.load(
+        nano_dir, max_model_len=256, progress=lambda done, total: seen.append((done, total))
+    )
+    done = [d for d, _ in seen]
+    assert done == sorted(done)
+    assert done[-1] == seen[-1][1] > 0
