@@ -1,0 +1,1 @@
+"""How a model like nano is made: generated conversations in, a loadable checkpoint out."""
