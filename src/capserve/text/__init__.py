@@ -1,0 +1,1 @@
+"""Tokens <-> words: no I/O on the wire, no torch, no engine."""

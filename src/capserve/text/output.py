@@ -1,0 +1,205 @@
+"""How do committed tokens become the reply's parts?
+
+Tokens -> bytes -> text -> channels -> stop strings -> whitespace at the edges. What `feed` and
+`finish` return adds up to `message()`, whatever the tokens were cut into.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from capserve.text.arguments import ToolSchemas
+from capserve.text.channels import Channel, ChannelSplitter, Piece, ReasoningClosed, Text
+from capserve.text.detokenize import Detokenizer
+from capserve.text.messages import Message, ToolCall
+from capserve.text.stops import StopFilter
+from capserve.text.tokenizer import Tokenizer
+from capserve.text.tool_calls import ParsedCall, RawCall, new_call_id
+
+
+@dataclass(frozen=True)
+class OutputSpec:
+    """What the reply may contain, and how it is to be read."""
+
+    tools: tuple[Mapping[str, Any], ...] = ()
+    """Tool definitions for typing arguments. Empty: call markup is content like any other."""
+    stop: tuple[str, ...] = ()
+    starts_in_reasoning: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class OutputDelta:
+    """What some tokens added to the reply. All parts may be empty: half a mark is held back."""
+
+    content: str = ""
+    reasoning: str = ""
+    calls: tuple[ParsedCall, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.content or self.reasoning or self.calls)
+
+
+class TurnOutput:
+    """One reply, read as it is generated. Never raises on what a model wrote.
+
+    A call is delivered when it is complete. One that is broken, or cut before its parameters were
+    complete, is delivered as the text that it is. Whitespace between content and a call belongs to
+    neither, and stays only where more content follows.
+    """
+
+    def __init__(
+        self,
+        spec: OutputSpec,
+        tokenizer: Tokenizer,
+        end_tokens: Collection[int],
+        id_factory: Callable[[], str] = new_call_id,
+    ) -> None:
+        self._schemas = ToolSchemas(spec.tools)
+        self._end_tokens = frozenset(end_tokens)
+        self._id_factory = id_factory
+        self._detokenizer = Detokenizer(tokenizer)
+        self._splitter = ChannelSplitter(
+            starts_in_reasoning=spec.starts_in_reasoning, calls=bool(spec.tools)
+        )
+        self._stops = {channel: StopFilter(spec.stop) for channel in Channel}
+        self._edges = {channel: _Edges() for channel in Channel}
+        self._calls: list[ParsedCall] = []
+        self._new_calls: list[ParsedCall] = []
+        self._speaking = Channel.CONTENT
+        self.stopped = False
+        """A stop string was matched: what follows is not part of the reply."""
+        self.reasoning_tokens = 0
+        """Tokens that were fed while the reply was reasoning, its closing mark included."""
+
+    @property
+    def calls(self) -> int:
+        """Calls delivered so far."""
+        return len(self._calls)
+
+    def feed(self, tokens: Iterable[int]) -> OutputDelta:
+        """What these tokens add. End tokens are no text; after a stop string, nothing is."""
+        for token in tokens:
+            if self.stopped:
+                break
+            if token in self._end_tokens:
+                continue
+            self.reasoning_tokens += self._splitter.in_reasoning
+            self._take(self._splitter.feed(self._detokenizer.feed((token,))))
+        return self._delta()
+
+    def finish(self) -> OutputDelta:
+        """Everything that was held back, now that the reply is over. To be called once."""
+        if not self.stopped:
+            self._take(self._splitter.feed(self._detokenizer.flush()))
+        if not self.stopped:
+            self._take(self._splitter.finish())
+        if not self.stopped:
+            self._interrupt()
+        for edges in self._edges.values():
+            edges.finish()
+        return self._delta()
+
+    def message(self) -> Message:
+        """The reply so far: exactly what the deltas add up to."""
+        return Message(
+            role="assistant",
+            content=self._edges[Channel.CONTENT].told,
+            reasoning=self._edges[Channel.REASONING].told,
+            tool_calls=tuple(ToolCall(c.name, c.arguments, c.id) for c in self._calls),
+        )
+
+    def _take(self, pieces: Sequence[Piece]) -> None:
+        for piece in pieces:
+            if self.stopped:
+                return
+            match piece:
+                case Text(channel, text):
+                    self._say(channel, text)
+                case ReasoningClosed():
+                    self._interrupt()
+                    self._edges[Channel.REASONING].close()
+                case RawCall():
+                    self._call(piece)
+
+    def _say(self, channel: Channel, text: str) -> None:
+        if channel is not self._speaking:
+            self._interrupt()
+            self._speaking = channel
+        stops = self._stops[channel]
+        self._edges[channel].say(stops.feed(text))
+        self.stopped = stops.matched is not None
+
+    def _call(self, raw: RawCall) -> None:
+        if not raw.closed:
+            given = {key for key, _ in raw.parameters}
+            if not self._schemas.requires(raw.name) <= given:
+                # The reply was cut before a parameter that the tool can't do without.
+                self._say(Channel.CONTENT, raw.source)
+                return
+        self._interrupt()
+        for edges in self._edges.values():
+            edges.close()
+        call = ParsedCall(
+            index=len(self._calls),
+            id=self._id_factory(),
+            name=raw.name,
+            arguments=self._schemas.arguments(raw.name, raw.parameters),
+        )
+        self._calls.append(call)
+        self._new_calls.append(call)
+
+    def _interrupt(self) -> None:
+        """No stop string reaches over a mark or a call: what was held for one is text."""
+        self._edges[self._speaking].say(self._stops[self._speaking].flush())
+
+    def _delta(self) -> OutputDelta:
+        calls, self._new_calls = tuple(self._new_calls), []
+        return OutputDelta(
+            self._edges[Channel.CONTENT].news(), self._edges[Channel.REASONING].news(), calls
+        )
+
+
+class _Edges:
+    """One channel's text. Whitespace at its end waits: it counts only between two words, or at the
+    end of a reply that nothing closed."""
+
+    def __init__(self) -> None:
+        self._told: list[str] = []
+        self._news: list[str] = []
+        self._space = ""
+        self._closed = False
+        self._spoke = False
+
+    def say(self, text: str) -> None:
+        body = text.rstrip()
+        if not body:
+            self._space += text
+            return
+        # Behind a call that no text came before, whitespace separates nothing.
+        first = self._closed and not self._spoke
+        self._news.append(body.lstrip() if first else self._space + body)
+        self._space = text[len(body) :]
+        self._closed, self._spoke = False, True
+
+    def close(self) -> None:
+        """A call, or the channel's end: the whitespace around it is none of the text's."""
+        self._closed = True
+
+    def finish(self) -> None:
+        if not self._closed:
+            self._news.append(self._space)
+        self._space = ""
+
+    def news(self) -> str:
+        text = "".join(self._news)
+        self._news.clear()
+        if text:
+            self._told.append(text)
+        return text
+
+    @property
+    def told(self) -> str:
+        """Everything that was said, news included."""
+        return "".join((*self._told, *self._news))
