@@ -1,0 +1,327 @@
+"""What would the engine do, if a model were a hash?
+
+An honest fake (contract: `capserve.engine.seam`). Its next token is a hash of everything absorbed,
+so that a state which is one token off, restored from the wrong capsule or taken from another
+conversation shows in the very next token. Drafts are right about two times in three.
+
+For tests it can be stopped at an exact call (`hold`), made to fail at one (`fail`), and made to
+speak chosen replies (`script`). A scripted fake can't show wrong reuse in its tokens, so `begin`
+compares what it absorbed with the prompt instead and raises `WrongStateError`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Literal
+
+import numpy as np
+
+from capserve.engine.seam import (
+    MAX_DRAFTS,
+    Capsule,
+    CapsulePart,
+    Chunk,
+    EngineLimits,
+    Sampling,
+    TokenArray,
+    TokenLogprob,
+)
+from capserve.errors import ContextLengthError
+
+SEGMENT_TOKENS = 512
+"""Capsules share their KV in pieces of this many tokens, as a real engine does."""
+
+Call = Literal["reset", "extend", "begin", "step", "snapshot", "restore"]
+Script = Callable[[TokenArray], Sequence[int]]
+"""From a prompt to the token ids of the reply; the end token included, if the reply has one."""
+
+
+class WrongStateError(AssertionError):
+    """A turn began on a state that did not absorb its prompt."""
+
+
+@dataclass
+class Gate:
+    """Holds one engine call: the engine's thread waits inside the call until `open`."""
+
+    _arrived: threading.Event = field(default_factory=threading.Event)
+    _open: threading.Event = field(default_factory=threading.Event)
+
+    def wait_arrived(self, timeout_s: float = 10.0) -> None:
+        assert self._arrived.wait(timeout_s), "the engine never made the call that the gate holds"
+
+    def open(self) -> None:
+        self._open.set()
+
+    def pass_through(self) -> None:
+        self._arrived.set()
+        assert self._open.wait(60.0), "nobody opened the gate"
+
+
+@dataclass(frozen=True, eq=False)
+class _Segment:
+    key: int
+    tokens: bytes
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class FakeCapsule:
+    position: int
+    parts: tuple[CapsulePart, ...]
+    segments: tuple[_Segment, ...]
+    digest: bytes
+    """The small state: what the fold over all segments must give."""
+
+
+def fake_limits(
+    *,
+    vocab_size: int = 512,
+    max_positions: int = 8192,
+    max_drafts: int = 4,
+    prefill_chunk: int = 128,
+    grid: int = 64,
+    small_state_bytes: int = 4096,
+    kv_bytes_per_token: int = 16,
+) -> EngineLimits:
+    return EngineLimits(
+        model_name="fake",
+        vocab_size=vocab_size,
+        max_positions=max_positions,
+        max_drafts=max_drafts,
+        prefill_chunk=prefill_chunk,
+        grid=grid,
+        small_state_bytes=small_state_bytes,
+        kv_bytes_per_token=kv_bytes_per_token,
+        device="none",
+        dtype="hash",
+    )
+
+
+class FakeEngine:
+    """One hot state: the bytes of all absorbed tokens, and the fold over them."""
+
+    def __init__(self, limits: EngineLimits | None = None, script: Script | None = None) -> None:
+        self._limits = limits or fake_limits()
+        self._script = script
+        self._keys = itertools.count(1)
+        self._segments: weakref.WeakValueDictionary[bytes, _Segment] = weakref.WeakValueDictionary()
+        self._traps: list[tuple[Call, int, Callable[[], None]]] = []
+        self._counts: dict[Call, int] = {}
+        self._lock = threading.Lock()
+        self.extended: list[tuple[int, int]] = []
+        """Every `extend` as a half-open range: what a test compares with a plan."""
+        self._tokens = bytearray()
+        self._fold = blake2b(digest_size=16)
+        self._pending: int | None = None
+        self._begun = False
+        self._sampling = Sampling()
+        self._context = b""
+        self._output: list[int] = []
+        self._reply: tuple[int, ...] = ()
+
+    # -- what a test can ask for -------------------------------------------------------------
+
+    def when(self, call: Call, at: int, action: Callable[[], None]) -> None:
+        """Run `action` inside the `at`-th call of this kind from now on (1 is the next)."""
+        assert at >= 1
+        with self._lock:
+            self._traps.append((call, self.calls(call) + at, action))
+
+    def hold(self, call: Call, at: int = 1) -> Gate:
+        """Stop in that call until the gate is opened."""
+        gate = Gate()
+        self.when(call, at, gate.pass_through)
+        return gate
+
+    def fail(self, call: Call, at: int = 1, error: Exception | None = None) -> None:
+        """Raise in that call; the state is undefined then, and wrong in this fake (E7)."""
+        planted = error or RuntimeError(f"planted fault in {call}")
+
+        def break_down() -> None:
+            self._absorb(np.array([-1], dtype=np.int32))
+            raise planted
+
+        self.when(call, at, break_down)
+
+    def calls(self, call: Call) -> int:
+        return self._counts.get(call, 0)
+
+    @property
+    def live_segments(self) -> int:
+        """KV segments that some capsule keeps alive: a leak shows here."""
+        return len(self._segments)
+
+    def _enter(self, call: Call) -> None:
+        with self._lock:
+            number = self._counts[call] = self.calls(call) + 1
+            due = [trap for trap in self._traps if trap[:2] == (call, number)]
+            self._traps = [trap for trap in self._traps if trap not in due]
+        for _, _, action in due:
+            action()
+
+    # -- the contract ------------------------------------------------------------------------
+
+    @property
+    def limits(self) -> EngineLimits:
+        return self._limits
+
+    @property
+    def position(self) -> int:
+        return len(self._tokens) // 4
+
+    @property
+    def graph_capture_count(self) -> int:
+        return 0
+
+    def reset(self) -> None:
+        self._enter("reset")
+        self._forget()
+
+    def extend(self, tokens: TokenArray) -> None:
+        assert tokens.dtype == np.int32
+        assert tokens.ndim == 1
+        assert len(tokens) > 0
+        end = self.position + len(tokens)
+        if end > self._limits.max_positions:
+            raise ContextLengthError(
+                f"tokens: {end} positions asked for, the context holds {self._limits.max_positions}"
+            )
+        self._enter("extend")
+        assert tokens.min() >= 0
+        assert tokens.max() < self._limits.vocab_size
+        self._pending = None
+        self._begun = False
+        self.extended.append((self.position, end))
+        self._absorb(tokens)
+
+    def begin(
+        self, sampling: Sampling, context: TokenArray, output: TokenArray | None = None
+    ) -> None:
+        assert 0 <= sampling.drafts <= self._limits.max_drafts <= MAX_DRAFTS
+        self._enter("begin")
+        self._sampling = sampling
+        self._context = context.tobytes()
+        self._output = [] if output is None else [int(token) for token in output]
+        self._pending = self._output[-1] if self._output else None
+        if self._output:
+            assert self.position == len(context) + len(self._output) - 1
+        self._begun = True
+        if self._script is not None:
+            seen = np.concatenate([context, np.array(self._output[:-1], dtype=np.int32)])
+            if self._tokens != seen.astype(np.int32).tobytes():
+                raise WrongStateError("the state did not absorb the prompt of this turn")
+            self._reply = tuple(self._script(context))
+
+    def step(self) -> Chunk:
+        assert self.position >= 1
+        assert self._begun, "step needs a begin"
+        if self._pending is not None and self.position >= self._limits.max_positions:
+            raise ContextLengthError(
+                f"position: {self.position} of {self._limits.max_positions} are taken"
+            )
+        self._enter("step")
+        first = self._pending is None
+        if self._pending is not None:
+            self._absorb(np.array([self._pending], dtype=np.int32))
+        room = self._limits.max_positions - self.position
+        drafted = 0 if first else min(self._sampling.drafts, room)
+        tokens: list[int] = []
+        accepted = 0
+        while True:
+            token = self._target()
+            tokens.append(token)
+            self._output.append(token)
+            if token in self._sampling.end_tokens or accepted == drafted:
+                break
+            if self._draft(token) != token:
+                break
+            accepted += 1
+            self._absorb(np.array([token], dtype=np.int32))
+        self._pending = tokens[-1]
+        stop = tokens[-1] if tokens[-1] in self._sampling.end_tokens else None
+        asked = self._sampling.top_logprobs is not None
+        logprobs = tuple(self._logprob(token) for token in tokens) if asked else ()
+        return Chunk(tuple(tokens), stop, drafted, accepted, logprobs)
+
+    def snapshot(self) -> Capsule:
+        self._enter("snapshot")
+        step = SEGMENT_TOKENS * 4
+        segments = [self._segment(i, i + step) for i in range(0, len(self._tokens), step)]
+        parts = [CapsulePart(next(self._keys), self._limits.small_state_bytes)]
+        parts += [CapsulePart(s.key, s.nbytes) for s in segments]
+        return FakeCapsule(self.position, tuple(parts), tuple(segments), self._fold.digest())
+
+    def restore(self, capsule: Capsule) -> int:
+        assert isinstance(capsule, FakeCapsule)
+        self._enter("restore")
+        before = bytes(self._tokens)
+        self._forget()
+        moved = self._limits.small_state_bytes
+        for segment in capsule.segments:
+            start = len(self._tokens)
+            if before[start : start + len(segment.tokens)] != segment.tokens:
+                moved += segment.nbytes
+            self._absorb(np.frombuffer(segment.tokens, dtype=np.int32))
+        assert self._fold.digest() == capsule.digest, "small state and segments disagree"
+        return moved
+
+    # -- the hash that stands for a model ----------------------------------------------------
+
+    def _forget(self) -> None:
+        self._tokens = bytearray()
+        self._fold = blake2b(digest_size=16)
+        self._pending = None
+        self._begun = False
+
+    def _absorb(self, tokens: TokenArray) -> None:
+        data = tokens.tobytes()
+        self._tokens += data
+        self._fold.update(data)
+
+    def _segment(self, start: int, end: int) -> _Segment:
+        data = bytes(self._tokens[start:end])
+        prefix = blake2b(self._tokens[: start + len(data)], digest_size=16).digest()
+        segment = self._segments.get(prefix)
+        if segment is None:
+            nbytes = len(data) // 4 * self._limits.kv_bytes_per_token
+            segment = _Segment(next(self._keys), data, nbytes)
+            self._segments[prefix] = segment
+        return segment
+
+    def _hash(self, *words: object) -> int:
+        mixed = self._fold.copy()
+        mixed.update(repr(words).encode())
+        return int.from_bytes(mixed.digest()[:8], "little")
+
+    def _target(self) -> int:
+        s = self._sampling
+        if self._script is not None:
+            said = len(self._output)
+            end = s.end_tokens[0] if s.end_tokens else 0
+            return self._reply[said] if said < len(self._reply) else end
+        words: list[object] = [self.position]
+        if s.temperature > 0:
+            words += [s.seed, s.temperature, s.top_k, s.top_p, s.min_p]
+        if s.repetition_penalty != 1.0:
+            words += [s.repetition_penalty, self._context, self._output]
+        if s.presence_penalty or s.frequency_penalty:
+            words += [s.presence_penalty, s.frequency_penalty, self._output]
+        if s.logit_bias:
+            words.append(s.logit_bias)
+        return self._hash(*words) % self._limits.vocab_size
+
+    def _draft(self, token: int) -> int:
+        """A guess that knows no more than the state: right in about two of three positions."""
+        wrong = self._hash("draft") % 3 == 0
+        return (token + 1) % self._limits.vocab_size if wrong else token
+
+    def _logprob(self, token: int) -> TokenLogprob:
+        n = min(self._sampling.top_logprobs or 0, self._limits.vocab_size)
+        top = tuple(((token + i) % self._limits.vocab_size, -0.5 - i) for i in range(n))
+        return TokenLogprob(token, -0.5, top)

@@ -1,0 +1,81 @@
+"""Who is alive, who is hot, and who owns which capsule."""
+
+from __future__ import annotations
+
+import pytest
+
+from capserve.serving.capsules import CapsuleKey
+from capserve.serving.journal import Journal, SpanKind
+from capserve.serving.sessions import Session, SessionRegistry
+
+
+def journal(length: int) -> Journal:
+    made = Journal()
+    made.append([1] * length, SpanKind.PREFILL)
+    return made
+
+
+def key(position: int) -> CapsuleKey:
+    return CapsuleKey("k/a", position, b"d")
+
+
+def add(registry: SessionRegistry, now: float, length: int = 10) -> Session:
+    return registry.create("k/a", journal(length), now)
+
+
+def test_the_least_recently_used_sessions_go_beyond_the_limit() -> None:
+    registry = SessionRegistry(max_active=2, idle_ttl_s=100.0)
+    first, second = add(registry, 0.0), add(registry, 1.0)
+    registry.touch(first, 2.0)
+    third = add(registry, 3.0)
+    registry.trim()
+    assert [view.session_id for view in registry.views()] == [first.id, third.id]
+    with pytest.raises(KeyError):
+        registry.get(second.id)
+
+
+def test_idle_sessions_expire_and_give_up_what_nobody_else_owns() -> None:
+    registry = SessionRegistry(max_active=9, idle_ttl_s=10.0)
+    old, young = add(registry, 0.0), add(registry, 5.0)
+    registry.own(old, key(3))
+    registry.own(old, key(4))
+    registry.own(young, key(4))
+    assert registry.expire(10.0) == []
+    assert registry.expire(10.5) == [key(3)]
+    assert registry.expire(99.0) == [key(4)]
+    assert len(registry) == 0
+
+
+def test_an_expired_session_is_not_hot_any_more() -> None:
+    registry = SessionRegistry(max_active=9, idle_ttl_s=10.0)
+    session = add(registry, 0.0)
+    registry.mark_hot(session, 10)
+    registry.expire(11.0)
+    assert registry.hot is None
+    assert registry.hot_view(grid=64) is None
+    with pytest.raises(AssertionError, match="only a live session"):
+        registry.mark_hot(session, 10)
+
+
+def test_a_session_is_hot_only_where_its_journal_is() -> None:
+    registry = SessionRegistry(max_active=9, idle_ttl_s=10.0)
+    session = add(registry, 0.0, length=10)
+    registry.mark_hot(session, 9)
+    view = registry.hot_view(grid=64)
+    assert view is not None
+    assert (view.position, view.bit_exact, view.journal.session_id) == (9, True, session.id)
+    registry.clear_hot()
+    assert registry.hot_view(grid=64) is None
+    for position in (8, 11):
+        with pytest.raises(AssertionError, match="journal 10 tokens"):
+            registry.mark_hot(session, position)
+
+
+def test_the_newest_capsule_is_the_last_one_owned() -> None:
+    registry = SessionRegistry(max_active=9, idle_ttl_s=10.0)
+    session = add(registry, 0.0)
+    assert session.newest is None
+    for position in (3, 8, 3):
+        registry.own(session, key(position))
+    assert session.newest == key(3)
+    assert list(session.capsules) == [key(8), key(3)]
