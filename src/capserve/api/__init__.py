@@ -1,0 +1,1 @@
+"""The wire: HTTP, JSON and server-sent events. Decides nothing about state or schedule."""

@@ -1,0 +1,53 @@
+"""How do the parts of the wire become one ASGI app?
+
+`create_app` wires routes, middleware and error handlers over a `ServerState`. The worker is started
+and stopped by whoever made the state; the app owns only its text thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from fastapi import FastAPI
+
+from capserve import __version__
+from capserve.api import chat, health, models
+from capserve.api.auth import KeyRing
+from capserve.api.body import Bodies
+from capserve.api.errors import install_handlers
+from capserve.api.middleware import RequestIds, RequireKey
+from capserve.api.state import ServerState
+from capserve.api.text_thread import TextThread
+
+SPARE_TEXT_JOBS = 8
+"""Requests that may be in preparation beyond what the queue takes: those a free queue is about to
+take, plus a few whose refusal is about to be found."""
+
+
+def create_app(state: ServerState) -> FastAPI:
+    """The server as an ASGI app."""
+    text = TextThread(state.limits.max_queue_depth + SPARE_TEXT_JOBS)
+    bodies = Bodies(state.limits.max_body_bytes)
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        yield
+        text.close()
+
+    # No generated documentation pages: they would load scripts from the network.
+    app = FastAPI(
+        title="capserve",
+        version=__version__,
+        lifespan=lifespan,
+        openapi_url=None,
+        redirect_slashes=False,
+    )
+    app.include_router(chat.router(state, bodies, text))
+    app.include_router(models.router(state))
+    app.include_router(health.router(state))
+    install_handlers(app)
+    # The last one added is the outermost: an id first, then a key, then a route.
+    app.add_middleware(RequireKey, keys=KeyRing(state.api_keys))
+    app.add_middleware(RequestIds)
+    return app

@@ -1,0 +1,262 @@
+"""Which fields does a chat request have, and what may stand in them?
+
+Declared here once, strictly: no number from a string, no boolean as a number, no infinity. A field
+that is absent and one that is null mean the same. Unknown fields are ignored, since every client
+sends some. `validation` turns a refusal into words, `translate` gives the fields their sense.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic_core import PydanticCustomError
+
+from capserve.api.strict_json import type_name
+from capserve.engine.seam import MAX_TOP_LOGPROBS
+
+MAX_STOPS = 16
+MAX_STOP_CHARS = 1024
+"""Text is held back while it could begin a stop string: this bounds how much."""
+
+
+class Wire(BaseModel):
+    """Base of everything that comes in."""
+
+    model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False, frozen=True)
+
+
+def refuse(message: str, at: str = "", *, kind: str = "invalid_value") -> PydanticCustomError:
+    """A refusal in our own words. `at` is appended to the field's path (`[1]`, `.type`).
+
+    The text goes through as a value, never as a template: it may quote what the client sent.
+    """
+    return PydanticCustomError(kind, "{text}", {"text": message, "at": at})
+
+
+def join_text(value: object) -> str:
+    """One string from all spellings of content: null, a string, or a list of text parts."""
+    if value is None:
+        return ""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise refuse(f"must be a string, an array of parts or null, got {type_name(value)}")
+    texts = []
+    for i, part in enumerate(value):
+        if not isinstance(part, dict):
+            raise refuse(f"must be a content part (an object), got {type_name(part)}", f"[{i}]")
+        kind = part.get("type")
+        if kind not in ("text", "refusal"):
+            raise refuse(
+                f"must be 'text': this model reads text only, got {quote(kind)}",
+                f"[{i}].type",
+                kind="unsupported_value",
+            )
+        text = part.get(kind)
+        if not isinstance(text, str):
+            raise refuse(f"must be a string, got {type_name(text)}", f"[{i}].{kind}")
+        texts.append(text)
+    return "".join(texts)
+
+
+def quote(value: object, max_chars: int = 60) -> str:
+    """`value` as a client can recognise it, at most about `max_chars` long."""
+    if isinstance(value, str):
+        shown = repr(value[: max_chars + 1])
+    elif isinstance(value, dict | list):
+        return type_name(value)
+    else:
+        shown = json.dumps(value)
+    return shown if len(shown) <= max_chars + 2 else shown[:max_chars] + "..."
+
+
+def _arguments(value: object) -> str:
+    """Arguments are JSON text, byte for byte as sent; some clients send the object itself."""
+    if value is None:
+        return ""
+    if isinstance(value, str):
+        return value
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+
+def _stops(value: object) -> object:
+    if value is None:
+        return ()
+    stops = [value] if isinstance(value, str) else value
+    if not isinstance(stops, list):
+        raise refuse(f"must be a string or an array of strings, got {type_name(value)}")
+    if len(stops) > MAX_STOPS:
+        raise refuse(f"must have at most {MAX_STOPS} strings, got {len(stops)}")
+    for i, stop in enumerate(stops):
+        if not isinstance(stop, str):
+            raise refuse(f"must be a string, got {type_name(stop)}", f"[{i}]")
+        if not 1 <= len(stop) <= MAX_STOP_CHARS:
+            at = f"[{i}]" if isinstance(value, list) else ""
+            raise refuse(f"must have 1 to {MAX_STOP_CHARS} characters, got {len(stop)}", at)
+    return tuple(stops)
+
+
+def _tool_choice(value: object) -> object:
+    if value in (None, "auto", "none"):
+        return value
+    if value == "required" or isinstance(value, dict):
+        wanted = "'required'" if value == "required" else "a named function"
+        raise refuse(
+            f"{wanted} can't be enforced yet: this version has no grammar for it. "
+            "Use 'auto' or 'none'",
+            kind="unsupported_value",
+        )
+    raise refuse(f"must be 'auto' or 'none', got {quote(value)}")
+
+
+def _response_format(value: object) -> object:
+    kind = value.get("type") if isinstance(value, dict) else value
+    if value is None or (isinstance(value, dict) and kind == "text"):
+        return None
+    if isinstance(value, dict) and kind in ("json_object", "json_schema"):
+        raise refuse(
+            f"{kind!r} can't be enforced yet: this version has no grammar for it. Use 'text'",
+            ".type",
+            kind="unsupported_value",
+        )
+    if isinstance(value, dict):
+        raise refuse(f"must be 'text', got {quote(kind)}", ".type")
+    raise refuse(f"must be an object or null, got {type_name(value)}")
+
+
+def _pin(value: object) -> object:
+    """True, or a number of tokens: a boolean is no number here, and a number no boolean."""
+    if value is None or isinstance(value, bool):
+        return bool(value)
+    if not isinstance(value, int):
+        raise refuse(f"must be a boolean or a number of tokens, got {quote(value)}")
+    if value < 1:
+        raise refuse(f"must be at least 1 token, got {value}")
+    return value
+
+
+def _one(value: object) -> object:
+    if value is None or (value == 1 and isinstance(value, int) and not isinstance(value, bool)):
+        return 1
+    raise refuse(
+        f"must be 1: this version makes one choice per request, got {quote(value)}",
+        kind="unsupported_value",
+    )
+
+
+Content = Annotated[str, BeforeValidator(join_text)]
+
+
+class FunctionCall(Wire):
+    name: str
+    arguments: Annotated[str, BeforeValidator(_arguments)] = ""
+
+
+class Call(Wire):
+    """A tool call of an earlier assistant turn."""
+
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: FunctionCall
+
+
+class SystemMessage(Wire):
+    role: Literal["system", "developer"]
+    content: Content = ""
+    name: str | None = None
+
+
+class UserMessage(Wire):
+    role: Literal["user"]
+    content: Content = ""
+    name: str | None = None
+
+
+class AssistantMessage(Wire):
+    role: Literal["assistant"]
+    content: Content = ""
+    name: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    """The same under the name that some clients send; `reasoning_content` wins."""
+    tool_calls: list[Call] | None = None
+
+
+class ToolMessage(Wire):
+    role: Literal["tool"]
+    content: Content = ""
+    name: str | None = None
+    tool_call_id: str | None = None
+
+
+ChatMessage = Annotated[
+    SystemMessage | UserMessage | AssistantMessage | ToolMessage, Field(discriminator="role")
+]
+
+
+class ToolFunction(Wire):
+    name: str = Field(min_length=1, max_length=256)
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Wire):
+    """Checked here, but rendered from the body itself: the model sees it exactly as sent."""
+
+    type: Literal["function"]
+    function: ToolFunction
+
+
+class StreamOptions(Wire):
+    include_usage: bool | None = None
+
+
+class ChatRequest(Wire):
+    """`POST /v1/chat/completions`."""
+
+    model: str | None = None
+    """None is the served model: local clients often leave it out."""
+    messages: list[ChatMessage] = Field(min_length=1)
+    tools: list[Tool] | None = None
+    tool_choice: Annotated[Literal["auto", "none"] | None, BeforeValidator(_tool_choice)] = None
+    parallel_tool_calls: bool | None = None
+
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+
+    max_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    stop: Annotated[tuple[str, ...], BeforeValidator(_stops)] = ()
+    n: Annotated[int, BeforeValidator(_one)] = 1
+
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=-1)
+    """0 and -1 keep all."""
+    min_p: float | None = Field(None, ge=0, le=1)
+    repetition_penalty: float | None = Field(None, gt=0, le=10)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    seed: int | None = Field(None, ge=-(2**63), le=2**64 - 1)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+
+    response_format: Annotated[None, BeforeValidator(_response_format)] = None
+    reasoning_effort: str | None = None
+    """'none' turns thinking off; other values are for models that have efforts."""
+    enable_thinking: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    user: str | None = None
+    store: bool | None = None
+    metadata: dict[str, Any] | None = None
+
+    prompt_cache_key: str | None = Field(None, max_length=1024)
+    cache_salt: str | None = Field(None, max_length=1024)
+    flashrt_pin_prefix: Annotated[int | bool, BeforeValidator(_pin)] = False
+    flashrt_K: int | None = Field(None, ge=0)
+    return_token_ids: bool | None = None

@@ -1,0 +1,221 @@
+"""How do a turn's events become chat chunks, and chunks a whole reply?
+
+Pure folding, no I/O. A stream sends the chunks; the plain reply is made from the very same chunks
+by `WholeReply`, so the two can't disagree. One chunk carries one kind of thing (reasoning, content,
+or one call): clients that look at only one key of a delta lose nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from capserve.engine.seam import TokenLogprob
+from capserve.serving.turn import Delta, Finished
+
+Json = dict[str, Any]
+
+DONE = b"data: [DONE]\n\n"
+"""Says that the reply is complete; never sent after an error event."""
+
+HEARTBEAT = b": keep-alive\n\n"
+"""A comment: no client sees a chunk that it did not expect."""
+
+
+def encode(chunk: Json) -> bytes:
+    """One server-sent event."""
+    return b"data: " + orjson.dumps(chunk) + b"\n\n"
+
+
+@dataclass(frozen=True, slots=True)
+class ReplyHead:
+    """What is the same in every chunk of a reply, and what the request wants to see."""
+
+    id: str
+    created: int
+    """Unix seconds."""
+    model: str
+    fingerprint: str
+    include_usage: bool = False
+    logprobs: bool = False
+    token_ids: bool = False
+    prompt_token_ids: tuple[int, ...] = ()
+    """Sent with the first chunk when `token_ids` is set."""
+    notes: tuple[str, ...] = ()
+    """What was changed in the request before it was rendered: shown with the metrics."""
+
+
+class ChatChunks:
+    """Makes chunks of one turn's events. `token_bytes` gives a token's exact bytes."""
+
+    def __init__(self, head: ReplyHead, token_bytes: Callable[[int], bytes]) -> None:
+        self._head = head
+        self._token_bytes = token_bytes
+        self._opened = False
+
+    def delta(self, event: Delta) -> Iterator[Json]:
+        """Chunks that together add `event`; none when all of its text is held back."""
+        yield from self._open()
+        parts: list[Json] = []
+        if event.reasoning:
+            parts.append({"reasoning_content": event.reasoning})
+        if event.content:
+            parts.append({"content": event.content})
+        for call in event.tool_calls:
+            function = {"name": call.name, "arguments": call.arguments}
+            whole = {"index": call.index, "id": call.id, "type": "function", "function": function}
+            parts.append({"tool_calls": [whole]})
+        extras: Json = {}
+        if self._head.logprobs and event.logprobs:
+            content = [self._logprob(entry) for entry in event.logprobs]
+            extras["logprobs"] = {"content": content, "refusal": None}
+        if self._head.token_ids and event.tokens:
+            extras["token_ids"] = list(event.tokens)
+        if extras and not parts:
+            parts.append({})  # tokens whose text is held back still have their logprobs
+        for part in parts:
+            yield self._chunk(part, **extras)
+            extras = {}
+
+    def finished(self, event: Finished) -> Iterator[Json]:
+        """The finish chunk, with the turn's metrics, and the usage chunk if it was asked for."""
+        yield from self._open()
+        last = self._chunk({}, finish_reason=event.reason.value)
+        last["capserve"] = event.metrics.as_dict() | {"notes": list(self._head.notes)}
+        yield last
+        if self._head.include_usage:
+            yield self._frame([]) | {"usage": usage(event)}
+
+    def _open(self) -> Iterator[Json]:
+        if self._opened:
+            return
+        self._opened = True
+        first = self._chunk({"role": "assistant", "content": ""})
+        if self._head.token_ids:
+            first["prompt_token_ids"] = list(self._head.prompt_token_ids)
+        yield first
+
+    def _chunk(self, delta: Json, *, finish_reason: str | None = None, **extras: Any) -> Json:
+        choice: Json = {
+            "index": 0,
+            "delta": delta,
+            "logprobs": None,
+            "finish_reason": finish_reason,
+        }
+        return self._frame([choice | extras])
+
+    def _frame(self, choices: list[Json]) -> Json:
+        frame: Json = {
+            "id": self._head.id,
+            "object": "chat.completion.chunk",
+            "created": self._head.created,
+            "model": self._head.model,
+            "system_fingerprint": self._head.fingerprint,
+            "choices": choices,
+        }
+        if self._head.include_usage:
+            frame["usage"] = None
+        return frame
+
+    def _logprob(self, entry: TokenLogprob) -> Json:
+        top = [self._token(token, logprob) for token, logprob in entry.top]
+        return self._token(entry.token, entry.logprob) | {"top_logprobs": top}
+
+    def _token(self, token: int, logprob: float) -> Json:
+        raw = self._token_bytes(token)
+        # JSON has no -inf; a token that can't be chosen gets the wire's customary floor.
+        return {
+            "token": raw.decode(errors="replace"),
+            "logprob": max(logprob, -9999.0),
+            "bytes": list(raw),
+        }
+
+
+def usage(event: Finished) -> Json:
+    """OpenAI's usage object; `cached_tokens` is always there."""
+    return {
+        "prompt_tokens": event.prompt_tokens,
+        "completion_tokens": event.output_tokens,
+        "total_tokens": event.prompt_tokens + event.output_tokens,
+        "prompt_tokens_details": {"cached_tokens": event.metrics.cached_tokens},
+        "completion_tokens_details": {"reasoning_tokens": event.reasoning_tokens},
+    }
+
+
+class WholeReply:
+    """The plain reply, folded from the chunks that a stream would have sent."""
+
+    def __init__(self) -> None:
+        self._first: Json = {}
+        self._texts: dict[str, list[str]] = {"content": [], "reasoning_content": []}
+        self._calls: list[Json] = []
+        self._logprobs: list[Json] = []
+        self._token_ids: list[int] = []
+        self._finish_reason: str | None = None
+        self._metrics: Json = {}
+
+    def add(self, chunk: Json) -> None:
+        self._first = self._first or chunk
+        self._metrics = chunk.get("capserve", self._metrics)
+        for choice in chunk["choices"]:
+            delta = choice["delta"]
+            for key, texts in self._texts.items():
+                if key in delta:
+                    texts.append(delta[key])
+            for call in delta.get("tool_calls", ()):
+                assert call["index"] == len(self._calls), "calls come whole and in order"
+                self._calls.append({key: call[key] for key in ("id", "type", "function")})
+            if choice["logprobs"] is not None:
+                self._logprobs.extend(choice["logprobs"]["content"])
+            self._token_ids.extend(choice.get("token_ids", ()))
+            self._finish_reason = choice["finish_reason"] or self._finish_reason
+
+    def message(self) -> Json:
+        """The assistant message; `content` is null only when there is nothing but calls."""
+        content = "".join(self._texts["content"])
+        message: Json = {"role": "assistant", "content": content}
+        if self._calls and not content:
+            message["content"] = None
+        reasoning = "".join(self._texts["reasoning_content"])
+        if reasoning:
+            message["reasoning_content"] = reasoning
+        if self._calls:
+            message["tool_calls"] = self._calls
+        return message
+
+    def body(self, used: Json) -> Json:
+        """The `chat.completion` object, with `used` as its usage."""
+        assert self._finish_reason is not None, "a body is made after the finish chunk"
+        choice: Json = {
+            "index": 0,
+            "message": self.message(),
+            "logprobs": None,
+            "finish_reason": self._finish_reason,
+        }
+        if self._logprobs:
+            choice["logprobs"] = {"content": self._logprobs, "refusal": None}
+        body: Json = {key: self._first[key] for key in ("id", "created", "model")}
+        body["object"] = "chat.completion"
+        body["system_fingerprint"] = self._first["system_fingerprint"]
+        body["choices"] = [choice]
+        body["usage"] = used
+        if "prompt_token_ids" in self._first:
+            body["prompt_token_ids"] = self._first["prompt_token_ids"]
+            choice["token_ids"] = self._token_ids
+        body["capserve"] = self._metrics
+        return body
+
+
+def whole_body(chunks: ChatChunks, events: Iterable[Delta | Finished]) -> Json:
+    """The plain reply to a turn's `events`, the last of which is `Finished`."""
+    whole = WholeReply()
+    used: Json = {}
+    for event in events:
+        if isinstance(event, Finished):
+            used = usage(event)
+        for chunk in chunks.delta(event) if isinstance(event, Delta) else chunks.finished(event):
+            whole.add(chunk)
+    return whole.body(used)

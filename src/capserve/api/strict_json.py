@@ -1,0 +1,88 @@
+"""Is this body JSON, and if not, which field is to blame?
+
+orjson is strict and fast but knows only a byte offset. When it refuses, the lenient parser of the
+standard library reads the body once more, to find what is legal in no JSON and yet common: NaN,
+infinities (`1e999`) and lone surrogates. The client is then told the field's name.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import orjson
+
+from capserve.errors import InvalidRequestError
+
+
+def parse_object(body: bytes) -> dict[str, Any]:
+    """`body` as a JSON object, or an `InvalidRequestError` that names the field to blame.
+
+    Numbers beyond 64 bits come out as floats, which no integer field takes.
+    """
+    try:
+        value = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        param, fault = _find_fault(body)
+        if param is not None:
+            raise InvalidRequestError(f"{param} {fault}.", param=param) from None
+        raise InvalidRequestError(f"The request body is not valid JSON: {error}.") from None
+    if not isinstance(value, dict):
+        raise InvalidRequestError(
+            f"The request body must be a JSON object, got {type_name(value)}."
+        )
+    return value
+
+
+def type_name(value: object) -> str:
+    """The JSON word for the type of `value`."""
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return "a boolean"
+        case int():
+            return "an integer"
+        case float():
+            return "a number"
+        case str():
+            return "a string"
+        case list():
+            return "an array"
+        case _:
+            return "an object"
+
+
+def _find_fault(body: bytes) -> tuple[str | None, str]:
+    """(path, what is wrong there) of the first value that no JSON may hold."""
+    try:
+        root = json.loads(body.decode())
+    except (ValueError, RecursionError):
+        return None, ""
+    # Breadth first and without recursion: the body may be as deep as its sender likes.
+    level: list[tuple[str, Any]] = [("", root)]
+    while level:
+        below: list[tuple[str, Any]] = []
+        for path, value in level:
+            if isinstance(value, float) and not math.isfinite(value):
+                return path or "the body", f"must be a finite number, got {value}"
+            if isinstance(value, str) and _is_broken(value):
+                return path or "the body", "has a lone surrogate, which is no Unicode text"
+            if isinstance(value, list):
+                below += [(f"{path}[{i}]", item) for i, item in enumerate(value)]
+            elif isinstance(value, dict):
+                for key, item in value.items():
+                    if _is_broken(key):
+                        return path or "the body", "has a key with a lone surrogate"
+                    below.append((f"{path}.{key}" if path else key, item))
+        level = below
+    return None, ""
+
+
+def _is_broken(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return True
+    return False

@@ -1,0 +1,184 @@
+"""What does a chat request mean, once its spelling is gone?
+
+Pure functions from the validated request to the values that text and serving speak: a
+`Conversation`, a `Sampling`, an `OutputSpec`. What needs the model's numbers (served names,
+vocabulary, K, context) is checked here, with both numbers in the refusal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from capserve.api.errors import ModelNotFoundError
+from capserve.api.schemas import (
+    AssistantMessage,
+    ChatMessage,
+    ChatRequest,
+    SystemMessage,
+    ToolMessage,
+    UserMessage,
+    quote,
+)
+from capserve.api.state import ModelInfo
+from capserve.engine.seam import Sampling
+from capserve.errors import ContextLengthError, InvalidRequestError
+from capserve.serving.limits import Limits
+from capserve.text.messages import Conversation, Message, ToolCall
+from capserve.text.output import OutputSpec
+from capserve.text.tokenizer import Tokenizer
+
+T = TypeVar("T")
+
+
+def conversation(request: ChatRequest, body: Mapping[str, Any]) -> Conversation:
+    """The conversation to render. Tool definitions come from `body`, exactly as sent."""
+    tools = tuple(body["tools"]) if request.tools else ()
+    messages = tuple(_message(message) for message in request.messages)
+    return Conversation(messages, tools, _template_kwargs(request))
+
+
+def _message(message: ChatMessage) -> Message:
+    match message:
+        case SystemMessage():  # and developer, its newer name
+            return Message("system", message.content, name=message.name or "")
+        case UserMessage():
+            return Message("user", message.content, name=message.name or "")
+        case ToolMessage():
+            call_id = message.tool_call_id or ""
+            return Message("tool", message.content, tool_call_id=call_id, name=message.name or "")
+        case AssistantMessage():
+            reasoning = message.reasoning_content
+            calls = tuple(
+                ToolCall(call.function.name, call.function.arguments, call.id or "")
+                for call in message.tool_calls or ()
+            )
+            return Message(
+                "assistant",
+                message.content,
+                reasoning=message.reasoning if reasoning is None else reasoning,
+                tool_calls=calls,
+                name=message.name or "",
+            )
+
+
+def _template_kwargs(request: ChatRequest) -> dict[str, Any] | None:
+    """`chat_template_kwargs` wins over `enable_thinking`, which wins over `reasoning_effort`."""
+    kwargs: dict[str, Any] = {}
+    if request.reasoning_effort == "none":
+        kwargs["enable_thinking"] = False
+    if request.enable_thinking is not None:
+        kwargs["enable_thinking"] = request.enable_thinking
+    kwargs |= request.chat_template_kwargs or {}
+    return kwargs or None
+
+
+def output_spec(
+    request: ChatRequest, tools: tuple[Mapping[str, Any], ...], in_reasoning: bool
+) -> OutputSpec:
+    """How the reply is to be read.
+
+    `tool_choice: none` keeps the tools in the prompt, so that the prefix stays shared with the
+    turns around it, but the reply has no calls: markup, should the model write some, is content.
+    """
+    readable = () if request.tool_choice == "none" else tools
+    return OutputSpec(readable, request.stop, in_reasoning)
+
+
+def served_name(request: ChatRequest, model: ModelInfo) -> str:
+    """The name that the reply carries. Raises `ModelNotFoundError` naming both."""
+    if request.model is None:
+        return model.served_names[0]
+    if request.model not in model.served_names:
+        served = ", ".join(repr(name) for name in model.served_names)
+        raise ModelNotFoundError(
+            f"The model {quote(request.model, 200)} is not served here; {served} is.",
+            param="model",
+        )
+    return request.model
+
+
+def sampling(request: ChatRequest, model: ModelInfo) -> Sampling:
+    """How tokens are chosen: the request's own fields over the checkpoint's defaults."""
+    if request.top_logprobs is not None and not request.logprobs:
+        raise InvalidRequestError("top_logprobs needs logprobs: true.", param="top_logprobs")
+    drafts = request.flashrt_K
+    if drafts is None:
+        drafts = min(model.default_drafts, model.max_drafts)
+    elif drafts > model.max_drafts:
+        raise InvalidRequestError(
+            f"flashrt_K must be at most {model.max_drafts} with this model, got {drafts}.",
+            param="flashrt_K",
+        )
+    defaults = model.defaults
+    seed = _first(request.seed, model.seed)
+    return Sampling(
+        temperature=_first(request.temperature, defaults.temperature),
+        top_k=max(0, _first(request.top_k, defaults.top_k)),
+        top_p=_first(request.top_p, defaults.top_p),
+        min_p=_first(request.min_p, defaults.min_p),
+        repetition_penalty=_first(request.repetition_penalty, defaults.repetition_penalty),
+        presence_penalty=request.presence_penalty or 0.0,
+        frequency_penalty=request.frequency_penalty or 0.0,
+        logit_bias=_logit_bias(request.logit_bias or {}, model.vocab_size),
+        seed=seed % 2**64,  # clients send signed numbers, the noise is keyed by unsigned ones
+        drafts=drafts,
+        end_tokens=model.end_tokens,
+        top_logprobs=(request.top_logprobs or 0) if request.logprobs else None,
+    )
+
+
+def _logit_bias(bias: Mapping[str, float], vocab_size: int) -> tuple[tuple[int, float], ...]:
+    pairs: dict[int, float] = {}
+    for key, value in bias.items():
+        # The length first: turning a million digits into a number would take the thread.
+        is_id = key.isascii() and key.isdigit() and len(key) <= 10 and int(key) < vocab_size
+        if not is_id:
+            raise InvalidRequestError(
+                f"logit_bias has the key {quote(key)}; keys must be token ids "
+                f"from 0 to {vocab_size - 1}.",
+                param="logit_bias",
+            )
+        pairs[int(key)] = value
+    return tuple(sorted(pairs.items()))
+
+
+def refuse_hopeless(conversation: Conversation, tokenizer: Tokenizer, model: ModelInfo) -> None:
+    """Refuse by its length alone a text that can't fit the context, however it tokenizes.
+
+    Reading megabytes that will be refused anyway would hold up everybody behind them.
+    Raises `ContextLengthError`.
+    """
+    chars = sum(len(message.content) for message in conversation.messages)
+    least = tokenizer.least_tokens(chars)
+    if least > model.max_model_len:
+        raise ContextLengthError(
+            f"The maximum context length is {model.max_model_len} tokens; "
+            f"the messages have at least {least} tokens ({chars} characters).",
+            param="messages",
+        )
+
+
+def output_room(request: ChatRequest, prompt_tokens: int, model: ModelInfo, limits: Limits) -> int:
+    """Most tokens that the reply may have, at least 1.
+
+    A `max_tokens` beyond what is left of the context is lowered: agents send the model's nominal
+    maximum with every request. Raises `ContextLengthError` when nothing is left.
+    """
+    room = model.max_model_len - prompt_tokens
+    if room < 1:
+        # Clients look for "maximum context length" in the text before they compact a conversation.
+        raise ContextLengthError(
+            f"The maximum context length is {model.max_model_len} tokens; "
+            f"the prompt has {prompt_tokens} tokens and the reply needs at least 1.",
+            param="messages",
+        )
+    wanted = _first(
+        request.max_completion_tokens,
+        _first(request.max_tokens, _first(model.defaults.max_new_tokens, room)),
+    )
+    return min(wanted, room, limits.max_output_tokens)
+
+
+def _first(value: T | None, default: T) -> T:
+    return default if value is None else value

@@ -1,0 +1,174 @@
+"""The parts that the sockets hide: the text thread's line, the body budget, the stream's clock."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import WAIT_S, fake_engine, serving
+from starlette.requests import Request
+
+from capserve.api.body import HELD_BODIES, Bodies
+from capserve.api.sse import HEARTBEAT, ChatChunks, ReplyHead
+from capserve.api.state import SamplingDefaults
+from capserve.api.stream import Departure, EventStream
+from capserve.api.text_thread import TextThread
+from capserve.errors import QueueFullError, StartupError, UnavailableError
+from capserve.serving.lifecycle import FinishReason
+from capserve.serving.metrics import TurnMetrics
+from capserve.serving.turn import CancelToken, Delta, Finished, TurnEvent
+from capserve.text.messages import Message
+
+HEAD = ReplyHead("chatcmpl-1", 0, "nano", "fp")
+
+
+def test_text_jobs_run_one_by_one_off_the_loop_and_a_full_line_refuses():
+    async def scenario() -> None:
+        text = TextThread(max_waiting=2)
+        inside, leave = threading.Event(), threading.Event()
+
+        def hold() -> str:
+            inside.set()
+            assert leave.wait(WAIT_S)
+            return threading.current_thread().name
+
+        first = asyncio.ensure_future(text.run(hold))
+        await asyncio.to_thread(inside.wait, WAIT_S)
+        ran: list[str] = []
+        second = asyncio.ensure_future(text.run(lambda: ran.append("second")))
+        await asyncio.sleep(0)
+        with pytest.raises(QueueFullError, match="2 requests wait"):
+            await text.run(lambda: None)
+        second.cancel()
+        await asyncio.wait([second])
+        third = asyncio.ensure_future(text.run(lambda: ran.append("third")))
+        await asyncio.sleep(0)
+        leave.set()
+        assert "capserve-text" in await first
+        await third
+        assert ran == ["third"], "a job whose client left before it began never runs"
+        text.close()
+
+    asyncio.run(scenario())
+
+
+def request_of(pieces: list[bytes]) -> Request:
+    waiting = list(pieces)
+
+    async def receive() -> dict[str, Any]:
+        body = waiting.pop(0)
+        return {"type": "http.request", "body": body, "more_body": bool(waiting)}
+
+    scope = {"type": "http", "headers": [(b"content-type", b"application/json; charset=utf-8")]}
+    return Request(scope, receive)
+
+
+def test_all_held_bodies_together_have_a_limit_and_are_given_back():
+    async def scenario() -> None:
+        bodies = Bodies(max_body_bytes=10)
+        held = []
+        for _ in range(HELD_BODIES):
+            reading = bodies.read(request_of([b"x" * 5, b"y" * 5]))
+            assert await reading.__aenter__() == b"xxxxxyyyyy"
+            held.append(reading)
+        with pytest.raises(UnavailableError, match=rf"{10 * HELD_BODIES}"):
+            async with bodies.read(request_of([b"z"])):
+                pass
+        assert bodies.held_bytes == 10 * HELD_BODIES
+        for reading in held:
+            await reading.__aexit__(None, None, None)
+        assert bodies.held_bytes == 0
+
+    asyncio.run(scenario())
+
+
+def test_a_heartbeat_breaks_silence_while_events_have_nothing_to_show():
+    """A long call is written for minutes: events come all the time, but no text."""
+
+    async def scenario() -> None:
+        beaten, sent = asyncio.Event(), []
+
+        class Writing:
+            async def next(self, timeout_s: float | None = None) -> TurnEvent:
+                await asyncio.sleep(0)
+                if not beaten.is_set():
+                    return Delta(tokens=(1,))
+                metrics = TurnMetrics("r", "done")
+                return Finished(FinishReason.STOP, Message("assistant"), 1, 1, 0, metrics)
+
+        async def receive() -> dict[str, Any]:
+            await asyncio.Event().wait()
+            raise AssertionError
+
+        async def send(message: dict[str, Any]) -> None:
+            sent.append(message.get("body"))
+            if message.get("body") == HEARTBEAT:
+                beaten.set()
+
+        cancel = CancelToken()
+        departure = Departure(receive)
+        departure.cancels(cancel)
+        chunks = ChatChunks(HEAD, lambda _: b"")
+        stream = EventStream(Writing(), chunks, departure, heartbeat_s=0.02, stall_timeout_s=5)
+        async with asyncio.timeout(WAIT_S):
+            await stream({}, receive, send)
+        assert HEARTBEAT in sent
+        assert sent[-1].endswith(b"data: [DONE]\n\n")
+
+    asyncio.run(scenario())
+
+
+def test_a_client_that_left_before_the_turn_was_made_still_cancels_it():
+    async def scenario() -> None:
+        async def receive() -> dict[str, Any]:
+            return {"type": "http.disconnect"}
+
+        departure = Departure(receive)
+        await asyncio.sleep(0)
+        cancelled = asyncio.Event()
+        cancel = CancelToken()
+        cancel.subscribe(cancelled.set)
+        departure.cancels(cancel)
+        async with asyncio.timeout(WAIT_S):
+            await cancelled.wait()
+        assert cancel.reason == "disconnect"
+
+    asyncio.run(scenario())
+
+
+def test_sampling_defaults_are_the_checkpoints_own():
+    read = SamplingDefaults.from_generation_config
+    sampled = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95}
+    assert read(sampled) == SamplingDefaults(temperature=0.6, top_k=20, top_p=0.95)
+    assert read({**sampled, "do_sample": False}).temperature == 0.0
+    assert read({"max_new_tokens": 9}) == SamplingDefaults(temperature=0.0, max_new_tokens=9)
+    with pytest.raises(StartupError, match="temperature"):
+        read({"do_sample": True, "temperature": "warm"})
+
+
+def test_recorded_requests_of_real_agent_clients_are_accepted():
+    beside = Path(__file__).resolve().parents[2].parent / "shared"
+    traces = Path(os.environ.get("CAPSERVE_SHARED", beside)) / "traces"
+    if not traces.is_dir():
+        pytest.skip("no recorded traces: set CAPSERVE_SHARED to the folder that has them")
+    bodies = []
+    for file in sorted(traces.glob("*/*.jsonl")):
+        for line in file.read_text().splitlines():
+            record = json.loads(line)
+            if record["path"].partition("?")[0].endswith("/chat/completions"):
+                bodies.append({**record["body"], "model": "nano", "max_tokens": 1})
+    assert len(bodies) >= 10
+    with serving(fake_engine(max_positions=200_000)) as served:
+        for body in bodies:
+            body.pop("max_completion_tokens", None)
+            if body.get("stream"):
+                lines, _ = served.events(body)
+                assert lines[-1] == "data: [DONE]"
+            else:
+                response = served.post(body)
+                assert response.status_code == 200, response.text
