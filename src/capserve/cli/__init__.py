@@ -1,0 +1,1 @@
+"""Composition root: turns settings into a running server, and drives one from a terminal."""

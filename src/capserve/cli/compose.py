@@ -1,0 +1,243 @@
+"""How do settings become a running server?
+
+The one place that knows every layer: it loads the checkpoint, makes engine, text, serving and api,
+and hands each only what it needs. `assemble` starts nothing; `serving` runs it all on a free port
+for as long as a block lasts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
+from starlette.types import ASGIApp
+
+from capserve.api.app import create_app
+from capserve.api.server import running
+from capserve.api.state import ModelInfo, SamplingDefaults, ServerState
+from capserve.cli.models import resolve_model
+from capserve.config import Settings
+from capserve.engine.memory import MemoryPlan
+from capserve.engine.runtime import TorchEngine, plan_memory
+from capserve.engine.seam import MAX_DRAFTS, EngineLimits
+from capserve.errors import StartupError
+from capserve.serving.capsules import CapsuleStore
+from capserve.serving.limits import Limits
+from capserve.serving.metrics import MetricsLog
+from capserve.serving.prefix import AutoPrefixPolicy
+from capserve.serving.sessions import SessionRegistry
+from capserve.serving.transcripts import Transcripts
+from capserve.serving.worker import EngineWorker
+from capserve.text.output import OutputSpec, TurnOutput
+from capserve.text.prompt import PromptBuilder
+from capserve.text.template import ChatTemplate
+from capserve.text.tokenizer import Tokenizer
+
+MIB = 2**20
+
+OnProgress = Callable[[int, int], None]
+"""Called with (bytes loaded, bytes in all)."""
+
+
+@dataclass(frozen=True)
+class Assembly:
+    """A server that is ready to start."""
+
+    path: Path
+    name: str
+    """As clients call the model."""
+    worker: EngineWorker
+    state: ServerState
+    app: ASGIApp
+
+
+@dataclass(frozen=True)
+class Running:
+    """A server that answers."""
+
+    assembly: Assembly
+    url: str
+    """Of the API, `/v1` included."""
+
+
+def load_engine(
+    settings: Settings, path: Path, vocab: int, progress: OnProgress | None = None
+) -> TorchEngine:
+    """A fresh engine on the checkpoint in `path`. Raises StartupError's children."""
+    return TorchEngine.load(
+        path,
+        dtype=settings.dtype,
+        device=settings.device,
+        max_model_len=settings.max_model_len,
+        prefill_chunk=settings.prefill_chunk,
+        max_drafts=MAX_DRAFTS,  # what a request may ask for; --drafts is what it gets by default
+        threads=settings.threads,
+        vocab=vocab,
+        capsule_budget_bytes=settings.capsule_budget_bytes,
+        progress=progress,
+    )
+
+
+def memory_plan(settings: Settings, path: Path) -> MemoryPlan:
+    """What `load_engine` would take, without reading a weight."""
+    return plan_memory(
+        path,
+        dtype=settings.dtype,
+        device=settings.device,
+        max_model_len=settings.max_model_len,
+        prefill_chunk=settings.prefill_chunk,
+        vocab=Tokenizer.from_dir(path).vocab_size,
+        capsule_budget_bytes=settings.capsule_budget_bytes,
+    )
+
+
+def plan_line(plan: MemoryPlan) -> str:
+    """The plan for a person: both numbers, then where the bytes go."""
+    uses = {
+        "weights": plan.weights_bytes,
+        "kv": plan.kv_bytes,
+        "state": plan.state_bytes,
+        "workspace": plan.workspace_bytes,
+        "capsules": plan.capsule_bytes,
+    }
+    parts = ", ".join(f"{name} {size / MIB:,.0f}" for name, size in uses.items())
+    return (
+        f"needs {plan.total_bytes / MIB:,.0f} MiB of {plan.available_bytes / MIB:,.0f} MiB "
+        f"available ({parts})"
+    )
+
+
+def assemble(settings: Settings, progress: OnProgress | None = None) -> Assembly:
+    """Load the model and wire the server around it. Raises StartupError's children."""
+    path, found_name = resolve_model(settings.model)
+    name = settings.served_model_name or found_name
+    tokenizer = Tokenizer.from_dir(path)
+    override = None if settings.chat_template is None else Path(settings.chat_template)
+    prompts = PromptBuilder(tokenizer, ChatTemplate.from_dir(path, override))
+    generation = read_generation_config(path)
+    end_tokens = _end_tokens(generation, prompts, tokenizer)
+    # Text before weights: a broken template is found in milliseconds, a model takes minutes.
+    engine = load_engine(settings, path, tokenizer.vocab_size, progress)
+    limits = _limits(settings, engine.limits)
+    transcripts, metrics = Transcripts(), MetricsLog()
+    worker = EngineWorker(
+        engine,
+        limits,
+        AutoPrefixPolicy(engine.limits, settings.exact, settings.checkpoint_interval),
+        CapsuleStore(settings.capsule_budget_bytes),
+        SessionRegistry(settings.max_active_sessions, settings.session_idle_ttl_s),
+        transcripts,
+        metrics,
+        _output_maker(tokenizer, end_tokens),
+        prompts,
+    )
+    model = ModelInfo(
+        served_names=(name,),
+        max_model_len=engine.limits.max_positions,
+        vocab_size=engine.limits.vocab_size,
+        max_drafts=engine.limits.max_drafts,
+        default_drafts=settings.drafts,
+        end_tokens=end_tokens,
+        defaults=SamplingDefaults.from_generation_config(generation),
+        seed=settings.seed,
+    )
+    state = ServerState(
+        worker=worker,
+        prompts=prompts,
+        tokenizer=tokenizer,
+        transcripts=transcripts,
+        limits=limits,
+        metrics=metrics,
+        model=model,
+        api_keys=settings.api_key,
+        heartbeat_s=settings.heartbeat_s,
+    )
+    return Assembly(path, name, worker, state, create_app(state))
+
+
+@contextlib.contextmanager
+def serving(settings: Settings, console: Console) -> Iterator[Running]:
+    """A server of one's own on a free loopback port, without keys, while the block runs."""
+    private = settings.model_copy(update={"api_key": (), "host": "127.0.0.1", "port": 0})
+    assembly = assemble_visibly(private, console)
+    assembly.worker.start()
+    try:
+        with running(assembly.app) as url:
+            yield Running(assembly, f"{url}/v1")
+    finally:
+        assembly.worker.stop()
+
+
+def assemble_visibly(settings: Settings, console: Console) -> Assembly:
+    """`assemble` under a progress bar."""
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("loading", total=None)
+        return assemble(settings, lambda done, total: bar.update(task, completed=done, total=total))
+
+
+def read_generation_config(path: Path) -> dict[str, Any]:
+    """The checkpoint's own defaults; {} when it has none."""
+    file = path / "generation_config.json"
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise StartupError(f"{file} can't be read: {error}") from None
+    if not isinstance(config, dict):
+        raise StartupError(f"{file} holds a {type(config).__name__}, not an object")
+    return config
+
+
+def _end_tokens(
+    generation: dict[str, Any], prompts: PromptBuilder, tokenizer: Tokenizer
+) -> tuple[int, ...]:
+    """Ids that end a reply: the checkpoint's list, and what its template closes a turn with."""
+    listed = generation.get("eos_token_id")
+    ids = list(listed) if isinstance(listed, list) else [] if listed is None else [listed]
+    if prompts.marks is not None:
+        ids.append(tokenizer.specials[prompts.marks.end])
+    if not ids:
+        raise StartupError(
+            "the model has no end token: eos_token_id is missing in generation_config.json and "
+            "the chat template closes no turn"
+        )
+    for token in ids:
+        if type(token) is not int or not 0 <= token < tokenizer.vocab_size:
+            raise StartupError(
+                f"generation_config.json: eos_token_id {token!r} is no token; "
+                f"ids are 0 to {tokenizer.vocab_size - 1}"
+            )
+    return tuple(dict.fromkeys(ids))
+
+
+def _limits(settings: Settings, engine: EngineLimits) -> Limits:
+    context = engine.max_positions
+    return Limits(
+        max_prompt_tokens=settings.max_prompt_tokens or context,
+        max_output_tokens=settings.max_output_tokens or context,
+        max_active_sessions=settings.max_active_sessions,
+        max_queue_depth=settings.max_num_queued_reqs,
+        session_idle_ttl_s=settings.session_idle_ttl_s,
+        capsule_budget_bytes=MappingProxyType({"host": settings.capsule_budget_bytes}),
+        max_decode_ms=settings.max_decode_ms,
+        max_body_bytes=settings.max_body_bytes,
+        stream_stall_timeout_s=settings.stream_stall_timeout_s,
+    )
+
+
+def _output_maker(
+    tokenizer: Tokenizer, end_tokens: tuple[int, ...]
+) -> Callable[[OutputSpec], TurnOutput]:
+    def make(spec: OutputSpec, /) -> TurnOutput:
+        return TurnOutput(spec, tokenizer, end_tokens)
+
+    return make
