@@ -11,6 +11,8 @@ from pathlib import Path
 
 import torch
 
+from capserve.engine.layers.linear import Linear
+from capserve.engine.layers.rotary import Rotary
 from capserve.engine.models.config import ModelConfig
 from capserve.engine.models.qwen3_5 import weight_bytes
 from capserve.engine.state import StateBytes
@@ -24,7 +26,7 @@ class MemoryPlan:
     weights_bytes: int
     kv_bytes: int
     state_bytes: int
-    """Small state, row buffers and scratch."""
+    """Small state, row buffers, scratch and the table of rotary angles."""
     workspace_bytes: int
     """Activations of the largest prefill chunk at full context: an upper estimate."""
     capsule_bytes: int
@@ -77,11 +79,13 @@ def plan(
     """The plan for a context of `positions` tokens."""
     state = StateBytes.of(config, dtype)
     kv = state.kv_per_token * positions
-    matrix = 4 if device.type == "cpu" else dtype.itemsize  # see layers/linear.py
+    matrix = Linear.element_bytes(device, dtype)
     return MemoryPlan(
         weights_bytes=weight_bytes(config, dtype, vocab, matrix_bytes=matrix),
         kv_bytes=kv,
-        state_bytes=state.buffers(config, dtype, positions) - kv,
+        state_bytes=state.buffers(config, dtype, positions)
+        - kv
+        + Rotary.table_bytes(config.rotary_dim, positions, dtype),
         workspace_bytes=_workspace_bytes(config, positions, prefill_chunk, vocab),
         capsule_bytes=capsule_budget_bytes,
         available_bytes=available_bytes(device),

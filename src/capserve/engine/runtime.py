@@ -16,6 +16,7 @@ from torch import Tensor
 
 from capserve.engine import memory
 from capserve.engine.capsule import LiveSegments, TorchCapsule
+from capserve.engine.layers.linear import MAX_ROWS
 from capserve.engine.loading import Progress, load_weights
 from capserve.engine.models.config import ModelConfig
 from capserve.engine.models.qwen3_5 import Qwen35
@@ -30,7 +31,7 @@ from capserve.engine.seam import (
     TokenArray,
 )
 from capserve.engine.speculate import judge
-from capserve.engine.state import MAX_ROWS, State, StateBytes
+from capserve.engine.state import State, StateBytes
 from capserve.errors import ContextLengthError, StartupError
 
 P = ParamSpec("P")
@@ -66,6 +67,7 @@ class TorchEngine:
             device=str(device),
             dtype=str(dtype).removeprefix("torch."),
         )
+        self._prefill_threads = torch.get_num_threads()
         self._position = 0
         self._pending: int | None = None
         self._sampler: Sampler | None = None
@@ -109,7 +111,7 @@ class TorchEngine:
         with torch.inference_mode():
             config, weights = load_weights(path, config, chosen, progress)
             weights = {name: tensor.to(where) for name, tensor in weights.items()}
-            model = Qwen35(config, weights, where, ids)
+            model = Qwen35(config, weights, where, vocab=ids, positions=positions)
         return cls(
             model,
             positions=positions,
@@ -145,6 +147,7 @@ class TorchEngine:
                 f"{end} tokens do not fit a context of {self._limits.max_positions} tokens"
             )
         self._pending = self._sampler = None
+        self._use_threads(self._prefill_threads)
         self._settle()
         ids = torch.from_numpy(np.ascontiguousarray(tokens)).to(self._device).long()
         first = self._position
@@ -171,6 +174,7 @@ class TorchEngine:
     def step(self) -> Chunk:
         sampler = self._sampler
         assert sampler is not None, "step needs a begin"
+        self._use_threads(1)
         assert self._position >= 1, "step needs a token to continue from"
         if self._pending is None:
             last = self._state.hidden[len(self._waiting_tokens)].unsqueeze(0)
@@ -206,6 +210,12 @@ class TorchEngine:
         self._state.accepted_rows = 0
         self._moved_to(capsule.position)
         return moved
+
+    def _use_threads(self, count: int) -> None:
+        """Prefill takes all threads that it was given. A decode step takes one: its operations are
+        so small that parallel regions cost more than they save (kernels/rows_matmul/cpu.py)."""
+        if self._device.type == "cpu" and torch.get_num_threads() != count:
+            torch.set_num_threads(count)
 
     def _moved_to(self, position: int) -> None:
         self._position = position

@@ -13,11 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from capserve.engine.kernels.causal_conv.reference import shifts
 from capserve.engine.kernels.gated_delta.reference import fold
+from capserve.engine.layers.linear import MAX_ROWS, ROW_TILE
 from capserve.engine.models.config import ModelConfig
-from capserve.engine.seam import MAX_DRAFTS
-
-MAX_ROWS = MAX_DRAFTS + 1
 
 
 @dataclass(frozen=True)
@@ -58,13 +57,35 @@ class StateBytes:
             config.linear_key_head_dim,
             config.linear_value_head_dim,
         )
-        rows = linear * MAX_ROWS * heads * (key + value + 1) * 4
+        rows = linear * MAX_ROWS * heads * (2 * key + value + 1) * 4
         conv_rows = linear * MAX_ROWS * config.conv_dim * size
-        scratch = heads * key * value * 4
-        backlog = (MAX_ROWS - 1) * config.hidden_size * size
-        return (
-            self.small_state + self.kv_per_token * positions + rows + conv_rows + scratch + backlog
-        )
+        scratch = heads * key * value * 4 + MAX_ROWS * heads * value * 4
+        gates = ROW_TILE * 2 * heads * size
+        waiting = (MAX_ROWS - 1) * config.hidden_size * size
+        fixed = rows + conv_rows + scratch + gates + waiting
+        return self.small_state + self.kv_per_token * positions + fixed
+
+
+@dataclass(frozen=True)
+class RowViews:
+    """What one linear layer reads and writes for R rows; see `State.rows`."""
+
+    conv_new: Tensor
+    """[R, C]: where the rows' convolution inputs go."""
+    conv_shifted: tuple[Tensor, ...]
+    """W views [R, C] of the window."""
+    qk: Tensor
+    """[R, q|k, Hv, 1, Dk] f32"""
+    decay: Tensor
+    """[R, Hv, 1, 1] f32"""
+    gates: Tensor
+    """[R, 2 Hv] of the tile"""
+    o: Tensor
+    """[R, Hv, Dv] f32"""
+    steps: tuple[tuple[Tensor, ...], ...]
+    """For each row q, k, decay, d, o without the row axis."""
+    recurrent: Tensor
+    """[Hv, Dk, Dv] f32"""
 
 
 class State:
@@ -100,17 +121,48 @@ class State:
         rows before it wait for their MTP slots to be built. Settled, it is row 0."""
 
         # rows under verification: what `fold` needs to land on an accepted one
-        self.row_k = buffer(linear, MAX_ROWS, heads, 1, key, dtype=torch.float32)
+        self.row_qk = buffer(linear, MAX_ROWS, 2, heads, 1, key, dtype=torch.float32)
         self.row_d = buffer(linear, MAX_ROWS, heads, 1, value, dtype=torch.float32)
         self.row_decay = buffer(linear, MAX_ROWS, heads, 1, 1, dtype=torch.float32)
+        self.row_o = buffer(MAX_ROWS, heads, 1, value, dtype=torch.float32)
         self.scratch = buffer(heads, key, value, dtype=torch.float32)
+        self.gates = buffer(ROW_TILE, 2 * heads)
+        """One tile of gate inputs [b | a]; rows beyond those in use hold old, finite values."""
         self.accepted_rows = 0
-        """Rows of the last verify that are part of the state but not yet folded in."""
+        """Rows of the last verify that are part of the state. Row 0, the pending token's, landed at
+        once, since it is always accepted; the others are folded in by `settle`."""
+        self._views: dict[tuple[int, int], RowViews] = {}
 
     @property
     def nbytes(self) -> int:
         """Bytes of all static buffers, measured."""
-        return sum(t.numel() * t.element_size() for t in vars(self).values() if torch.is_tensor(t))
+        return sum(t.nbytes for t in vars(self).values() if torch.is_tensor(t))
+
+    def rows(self, slot: int, count: int) -> RowViews:
+        """Views of a linear layer's buffers for `count` rows, made once: the buffers stay."""
+        views = self._views.get((slot, count))
+        if views is None:
+            window = self.conv[slot, : self.taps + count]
+            views = RowViews(
+                conv_new=window[self.taps :],
+                conv_shifted=shifts(window, self.taps + 1),
+                qk=self.row_qk[slot, :count],
+                decay=self.row_decay[slot, :count],
+                gates=self.gates[:count],
+                o=self.row_o[:count].squeeze(2),
+                steps=tuple(
+                    (
+                        *self.row_qk[slot, r].unbind(0),
+                        self.row_decay[slot, r],
+                        self.row_d[slot, r],
+                        self.row_o[r],
+                    )
+                    for r in range(count)
+                ),
+                recurrent=self.recurrent[slot],
+            )
+            self._views[slot, count] = views
+        return views
 
     def reset(self) -> None:
         """The state before token 0. KV needs no clearing: nothing beyond the position is read."""
@@ -127,9 +179,9 @@ class State:
         if not self.accepted_rows:
             return
         flat = self.recurrent.flatten(0, 1)  # [L * Hv, Dk, Dv]
-        for r in range(self.accepted_rows):
+        for r in range(1, self.accepted_rows):
             fold(
-                self.row_k[:, r].flatten(0, 1),
+                self.row_qk[:, r, 1].flatten(0, 1),
                 self.row_d[:, r].flatten(0, 1),
                 self.row_decay[:, r].flatten(0, 1),
                 flat,

@@ -1,49 +1,28 @@
-"""How are activations multiplied by a weight, so that a row's bits do not depend on its company?
+"""How are activations multiplied by a weight, fast for a chunk and row-invariant for a step?
 
-Row invariance (ARCHITECTURE.md, I7) needs one reduction order for every row count. BLAS libraries
-choose kernels by row count: MKL's sgemm gives other bits for 1 and 2 rows than for 4, and where the
-count is no multiple of 4, other bits by a row's place. oneDNN with a weight packed once for a few
-rows gave the same bits for every count from 1 to 512 and every place, and reads an 8192 x 256 head
-for 4 rows 5 times faster (docs/log.md, 2026-12-01). Where it is missing, rows are padded to a tile.
-
-bfloat16 on CPU is for tests: weights keep their bfloat16 values in float32 storage and each product
-is rounded once to bfloat16, because the native bfloat16 matmul of CPUs without the instructions for
-it took minutes where this takes seconds.
+A chunk of a prefill goes through torch's matmul. A decode step's 1 to 9 rows must not: BLAS
+libraries choose kernels by row count (MKL's sgemm gives other bits for 1 and 2 rows than for 4), so
+they go through `kernels/rows_matmul`, which gives a row the same bits in any company (I7).
 """
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from capserve.engine.kernels.rows_matmul.cpu import rows_matmul_bf16, rows_matmul_f32
+from capserve.engine.seam import MAX_DRAFTS
+
+MAX_ROWS = MAX_DRAFTS + 1
+"""Rows of one verify. Calls with more are prefill, which promises the same bits on the grid only,
+where every call has the same shape."""
+
 ROW_TILE = 16
-"""Rows that a decode call is padded to where the backend is not row-invariant by itself."""
-
-
-def tiled(x: Tensor) -> Tensor:
-    """x [R, N] padded with zero rows to a multiple of `ROW_TILE`.
-
-    For elementwise functions of narrow rows: torch's CPU loops take 16 floats at a time by vector
-    code and the rest by scalar code, whose exp, log and cos differ in the last bit. A padded tile
-    has no rest, so a row's bits do not depend on its place.
-    """
-    rows = x.shape[0]
-    if rows % ROW_TILE == 0:
-        return x
-    out = x.new_zeros(-(-rows // ROW_TILE) * ROW_TILE, *x.shape[1:])
-    out[:rows] = x
-    return out
-
-
-_PACK_ROWS = 4
-"""Row count that oneDNN packs for. Packed for 1 it takes another (GEMV) kernel."""
-
-
-def _can_pack(weight: Tensor) -> bool:
-    return weight.device.type == "cpu" and (
-        bool(torch.backends.mkldnn.is_available())  # type: ignore[no-untyped-call]
-    )
+"""What narrow rows are padded to before exp, log or sigmoid: torch's CPU loops take 16 floats at a
+time by vector code and the rest by scalar code, which differ in the last bit. A whole tile has no
+rest, so a row's bits do not depend on its place. CUDA matmuls of few rows are padded to it, too."""
 
 
 class Linear:
@@ -51,24 +30,38 @@ class Linear:
 
     def __init__(self, weight: Tensor) -> None:
         assert weight.dim() == 2
-        self.out_features, self.in_features = weight.shape
-        self._packed = _can_pack(weight)
-        if self._packed:
-            wide = weight.float().contiguous()
-            self._weight = torch.ops.mkldnn._reorder_linear_weight(wide, _PACK_ROWS)
-        else:
+        self._dtype = weight.dtype
+        self._on_cpu = weight.device.type == "cpu"
+        if not self._on_cpu:
             self._weight = weight.contiguous()
+            return
+        # A native bfloat16 matmul takes minutes on CPUs without the instructions for it: products
+        # run in float32 and are rounded once.
+        self._weight = weight.float().contiguous()
+        narrow = self._weight.bfloat16()
+        self._exact_bf16 = bool(torch.equal(narrow.float(), self._weight))
+        rows = narrow.view(torch.uint16) if self._exact_bf16 else self._weight
+        self._rows_weight = rows.numpy()
+
+    @staticmethod
+    def element_bytes(device: torch.device, dtype: torch.dtype) -> int:
+        """Bytes kept for one weight whose checkpoint is bfloat16: on CPU float32 for prefill and
+        bfloat16 for decode."""
+        return 6 if device.type == "cpu" else dtype.itemsize
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x [R, K] -> [R, N], R >= 1. Up to `ROW_TILE` rows are row-invariant."""
-        if self._packed:
-            y: Tensor = torch.ops.mkldnn._linear_pointwise(
-                x.float(), self._weight, None, "none", [], ""
-            )
-            return y.to(x.dtype)
-        rows = x.shape[0]
-        if rows >= ROW_TILE:
-            return functional.linear(x, self._weight)
-        padded = x.new_zeros(ROW_TILE, self.in_features)
-        padded[:rows] = x
-        return functional.linear(padded, self._weight)[:rows]
+        """x [R, K] -> [R, N]. Up to `MAX_ROWS` rows are row-invariant."""
+        count = x.shape[0]
+        if not self._on_cpu:
+            if count > MAX_ROWS:
+                return functional.linear(x, self._weight)
+            padded = x.new_zeros(ROW_TILE, x.shape[1])
+            padded[:count] = x
+            return functional.linear(padded, self._weight)[:count]
+        wide = x.float()
+        if count > MAX_ROWS:
+            return functional.linear(wide, self._weight).to(self._dtype)
+        y = np.empty((count, self._weight.shape[0]), np.float32)
+        kernel = rows_matmul_bf16 if self._exact_bf16 else rows_matmul_f32
+        kernel(wide.numpy(), self._rows_weight, y)
+        return torch.from_numpy(y).to(self._dtype)

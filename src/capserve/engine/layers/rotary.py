@@ -1,7 +1,8 @@
 """Rotary position embedding over the leading dims of a head (Su et al. 2021).
 
 Half-split pairs (i, i + rotary_dim / 2). For text the family's three-row multimodal form is the
-same number in all rows, hence plain rotary.
+same number in all rows, hence plain rotary. Angles of all positions are made once, at start: a step
+reads its rows, and a position's bits never depend on who else was in the call.
 """
 
 from __future__ import annotations
@@ -9,23 +10,35 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from capserve.engine.layers.linear import ROW_TILE
+Angles = tuple[Tensor, Tensor]
+"""cos and sin, [T, 1, rotary_dim / 2]."""
 
 
 class Rotary:
-    def __init__(self, rotary_dim: int, theta: float, device: torch.device) -> None:
+    def __init__(
+        self,
+        rotary_dim: int,
+        theta: float,
+        positions: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
         self.rotary_dim = rotary_dim
         exponent = torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim
-        self._inv_freq = (1.0 / theta**exponent).to(device)  # [rotary_dim / 2] f32
+        inv_freq = 1.0 / theta**exponent  # [rotary_dim / 2] f32
+        angle = (torch.arange(positions, dtype=torch.float32)[:, None] * inv_freq).unsqueeze(1)
+        self._cos = angle.cos().to(device, dtype)
+        self._sin = angle.sin().to(device, dtype)
 
-    def angles(self, start: int, count: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """cos and sin [count, 1, rotary_dim / 2] of the positions [start, start + count)."""
-        end = start + -(-count // ROW_TILE) * ROW_TILE  # whole tiles: see `tiled`
-        positions = torch.arange(start, end, dtype=torch.float32, device=self._inv_freq.device)
-        angle = (positions[:, None] * self._inv_freq).unsqueeze(1)
-        return angle.cos()[:count].to(dtype), angle.sin()[:count].to(dtype)
+    @staticmethod
+    def table_bytes(rotary_dim: int, positions: int, dtype: torch.dtype) -> int:
+        return positions * rotary_dim * dtype.itemsize
 
-    def rotate(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+    def angles(self, start: int, count: int) -> Angles:
+        """Of the positions [start, start + count)."""
+        return self._cos[start : start + count], self._sin[start : start + count]
+
+    def rotate(self, x: Tensor, angles: Angles) -> Tensor:
         """x [T, H, D] -> the same with the first rotary_dim dims rotated."""
         cos, sin = angles
         half = self.rotary_dim // 2

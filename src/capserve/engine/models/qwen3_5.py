@@ -19,11 +19,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from capserve.engine.kernels.attention import reference as attention
-from capserve.engine.kernels.causal_conv.reference import causal_conv
+from capserve.engine.kernels.causal_conv.reference import causal_conv, shifts
 from capserve.engine.kernels.gated_delta import reference as gated_delta
-from capserve.engine.layers.linear import Linear, tiled
-from capserve.engine.layers.norm import rms_norm
-from capserve.engine.layers.rotary import Rotary
+from capserve.engine.layers.linear import Linear
+from capserve.engine.layers.norm import RmsNorm
+from capserve.engine.layers.rotary import Angles, Rotary
 from capserve.engine.models.config import LINEAR, ModelConfig
 from capserve.engine.state import State
 
@@ -34,7 +34,7 @@ class Span:
 
     start: int
     count: int
-    angles: tuple[Tensor, Tensor]
+    angles: Angles
     mask: Tensor | None
     """Additive [T, L] for prefill; None for rows."""
 
@@ -134,7 +134,7 @@ class FullAttention:
             config.num_key_value_heads,
             config.head_dim,
         )
-        self.heads, self.kv_heads, self.dim, self.eps = heads, kv_heads, dim, config.rms_norm_eps
+        self.heads, self.kv_heads, self.dim = heads, kv_heads, dim
         self.slot = slot
         # q_proj interleaves [query | gate] per head; one matrix, reordered: q, k, v, gate
         query, gate = weights["self_attn.q_proj.weight"].reshape(heads, 2, dim, -1).unbind(1)
@@ -149,12 +149,11 @@ class FullAttention:
             )
         )
         self.out = Linear(weights["self_attn.o_proj.weight"])
-        self.qk_scale = torch.cat(
-            [
-                weights.scale("self_attn.q_norm.weight").expand(heads, dim),
-                weights.scale("self_attn.k_norm.weight").expand(kv_heads, dim),
-            ]
-        )  # [Hq + Hkv, dim] f32
+        scales = [
+            weights.scale("self_attn.q_norm.weight").expand(heads, dim),
+            weights.scale("self_attn.k_norm.weight").expand(kv_heads, dim),
+        ]
+        self.qk_norm = RmsNorm(torch.cat(scales), config.rms_norm_eps)
         self.sizes = [heads * dim + kv_heads * dim, kv_heads * dim, heads * dim]
 
     def __call__(self, x: Tensor, state: State, span: Span, rotary: Rotary, first: int) -> Tensor:
@@ -162,7 +161,7 @@ class FullAttention:
         end = span.start + span.count
         qk, v, gate = torch.split(self.qkvg(x), self.sizes, -1)
         qk = qk.reshape(span.count, self.heads + self.kv_heads, self.dim)
-        qk = rotary.rotate(rms_norm(qk, self.qk_scale, self.eps), span.angles)
+        qk = rotary.rotate(self.qk_norm(qk), span.angles)
         keys, values = state.kv[self.slot].unbind(0)  # [Hkv, P, dim]
         keys[:, span.start : end] = qk[:, self.heads :].transpose(0, 1)
         values[:, span.start : end] = v.reshape(-1, self.kv_heads, self.dim).transpose(0, 1)
@@ -178,7 +177,7 @@ class DeltaNet:
     """Gated delta net: short convolution, normalised q and k, delta rule, gated output norm."""
 
     def __init__(self, config: ModelConfig, weights: _Weights, slot: int) -> None:
-        self.slot, self.eps = slot, config.rms_norm_eps
+        self.slot = slot
         self.key_heads, self.value_heads = (
             config.linear_num_key_heads,
             config.linear_num_value_heads,
@@ -188,73 +187,77 @@ class DeltaNet:
         self.projections = Linear(
             torch.cat([weights[f"linear_attn.in_proj_{name}.weight"] for name in names])
         )
-        self.sizes = [config.conv_dim, config.value_dim, self.value_heads, self.value_heads]
+        self.sizes = [config.conv_dim, config.value_dim, 2 * self.value_heads]
         self.qkv_sizes = [2 * config.key_dim, config.value_dim]
-        self.conv = weights["linear_attn.conv1d.weight"].float()[:, 0].t().contiguous()  # [W, C]
+        self.conv = weights["linear_attn.conv1d.weight"].float()[:, 0].t().contiguous().unbind(0)
         self.rate = -weights["linear_attn.A_log"].float().exp()  # [Hv]
         self.dt_bias = weights["linear_attn.dt_bias"].float()
-        self.norm = weights["linear_attn.norm.weight"].float()
+        self.norm = RmsNorm(weights["linear_attn.norm.weight"].float(), config.rms_norm_eps)
         self.out = Linear(weights["linear_attn.out_proj.weight"])
+        self.qk_floor = torch.tensor(1e-6, device=self.rate.device)
+        # q is also scaled by Dk^-1/2: [q|k, 1, 1]
+        self.qk_gain = torch.tensor([self.key**-0.5, 1.0], device=self.rate.device)[:, None, None]
 
     def _project(self, x: Tensor) -> tuple[Tensor, ...]:
-        """x [T, D] -> conv input [T, C], gate z [T, Hv * Dv], b, a [T, Hv]."""
+        """x [T, D] -> conv input [T, C], output gate z [T, Hv * Dv], gate inputs [b | a]."""
         return tuple(torch.split(self.projections(x), self.sizes, -1))
 
-    def _features(self, window: Tensor) -> tuple[Tensor, ...]:
-        """window [W-1 + T, C] -> q, k [T, Hv, Dk], v [T, Hv, Dv], f32."""
-        qk, v = torch.split(causal_conv(window, self.conv).float(), self.qkv_sizes, -1)
-        qk = qk.reshape(-1, 2 * self.key_heads, self.key)
-        qk = qk * (qk * qk).sum(-1, keepdim=True).add_(1e-6).rsqrt_()
-        q, k = torch.chunk(qk, 2, 1)
-        return (
-            gated_delta.expand_heads(q * self.key**-0.5, self.value_heads),
-            gated_delta.expand_heads(k, self.value_heads),
-            v.reshape(-1, self.value_heads, self.value),
-        )
+    def _features(self, shifted: tuple[Tensor, ...], dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """Convolution inputs, W views [T, C] -> qk [T, 2, Hk, 1, Dk] and what normalises it
+        [T, 2, Hk, 1, 1], v [T, Hv, 1, Dv]; f32."""
+        qk, v = torch.split(causal_conv(shifted, self.conv, dtype).float(), self.qkv_sizes, -1)
+        qk = qk.reshape(-1, 2, self.key_heads, self.key)
+        r = (qk * qk).sum(-1, keepdim=True).add_(self.qk_floor).rsqrt_().mul_(self.qk_gain)
+        return qk.unsqueeze(3), r.unsqueeze(3), v.reshape(-1, self.value_heads, 1, self.value)
 
-    def _gates(self, b: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
-        """b, a [T, Hv] -> log decay g and strength beta [T', Hv] f32, T' >= T in whole tiles."""
-        g = functional.softplus(tiled(a).float() + self.dt_bias).mul_(self.rate)
-        return g, tiled(b).sigmoid().float()
+    def _gates(self, ba: Tensor) -> tuple[Tensor, Tensor]:
+        """[b | a] [T, 2 Hv] -> log decay g and strength beta [T, Hv] f32."""
+        b, a = ba[:, : self.value_heads], ba[:, self.value_heads :]
+        g = functional.softplus(a.float() + self.dt_bias).mul_(self.rate)
+        return g, b.sigmoid().float()
 
     def _output(self, o: Tensor, z: Tensor) -> Tensor:
         """o [T, Hv, Dv] f32: norm per head, times silu(z), projected."""
-        normed = rms_norm(o.to(z.dtype), self.norm, self.eps).reshape(z.shape)
+        normed = self.norm(o.to(z.dtype)).reshape(z.shape)
         return self.out((normed.float() * functional.silu(z.float())).to(z.dtype))
 
     def absorb(self, x: Tensor, state: State, span: Span) -> Tensor:
         """Prefill: T tokens into the state for good."""
-        mixed, z, b, a = self._project(x)
+        mixed, z, ba = self._project(x)
         history = state.conv[self.slot, : state.taps]
         window = torch.cat([history, mixed])
         history.copy_(window[span.count :])
-        q, k, v = self._features(window)
-        g, beta = (gate[: span.count] for gate in self._gates(b, a))
-        o = gated_delta.chunked(q, k, v, g, beta, state.recurrent[self.slot], span.start)
+        qk, r, v = self._features(shifts(window, state.taps + 1), x.dtype)
+        group = self.value_heads // self.key_heads
+        qk = (qk * r).expand(-1, -1, -1, group, -1).reshape(-1, 2, self.value_heads, self.key)
+        g, beta = self._gates(ba)
+        q, k = qk.unbind(1)
+        o = gated_delta.chunked(q, k, v.squeeze(2), g, beta, state.recurrent[self.slot], span.start)
         return self._output(o, z)
 
     def verify(self, x: Tensor, state: State, span: Span) -> Tensor:
-        """R rows on a scratch copy of the state; `State.settle` folds the accepted ones in."""
-        mixed, z, b, a = self._project(x)
-        window = state.conv[self.slot, : state.taps + span.count]
-        window[state.taps :] = mixed
-        q, k, v = self._features(window)
-        g, beta = self._gates(b, a)
-        state.row_k[self.slot, : span.count] = k.unsqueeze(2)
-        state.row_decay[self.slot, : span.count] = g.exp()[: span.count, :, None, None]
-        q, v, beta = q.unsqueeze(2), v.unsqueeze(2), beta[..., None, None]
-        scratch = state.scratch.copy_(state.recurrent[self.slot])
-        o = torch.empty_like(v)
-        for r in range(span.count):
-            o[r], state.row_d[self.slot, r] = gated_delta.row(
-                q[r],
-                state.row_k[self.slot, r],
-                v[r],
-                state.row_decay[self.slot, r],
-                beta[r],
-                scratch,
-            )
-        return self._output(o.squeeze(2), z)
+        """R rows: the first lands in the state, the others run on a scratch copy of it, and
+        `State.settle` folds the accepted ones in."""
+        mixed, z, ba = self._project(x)
+        rows = state.rows(self.slot, span.count)
+        rows.conv_new.copy_(mixed)
+        qk, r, v = self._features(rows.conv_shifted, x.dtype)
+        group = self.value_heads // self.key_heads
+        torch.mul(
+            qk.expand(-1, -1, -1, group, -1),
+            r,
+            out=rows.qk.view(-1, 2, self.key_heads, group, self.key),
+        )
+        rows.gates.copy_(ba)
+        g, beta = self._gates(state.gates)  # the whole tile, see ROW_TILE
+        rows.decay.copy_(g.exp_()[: span.count, :, None, None])
+        beta = beta[:, :, None, None]
+        live = rows.recurrent
+        for i, (q, k, decay, d, o) in enumerate(rows.steps):
+            if i == 1:
+                live = state.scratch.copy_(live)
+            gated_delta.row(q, k, v[i], decay, beta[i], live, d, o)
+        return self._output(rows.o, z)
 
 
 class Layer:
@@ -265,21 +268,21 @@ class Layer:
     ) -> None:
         self.mixer = mixer
         self.mlp = Mlp(weights)
-        self.eps = config.rms_norm_eps
-        self.before = weights.scale("input_layernorm.weight")
-        self.after = weights.scale("post_attention_layernorm.weight")
+        eps = config.rms_norm_eps
+        self.before = RmsNorm(weights.scale("input_layernorm.weight"), eps)
+        self.after = RmsNorm(weights.scale("post_attention_layernorm.weight"), eps)
 
     def __call__(
         self, x: Tensor, state: State, span: Span, rotary: Rotary, first: int = 0
     ) -> Tensor:
-        y = rms_norm(x, self.before, self.eps)
+        y = self.before(x)
         if isinstance(self.mixer, FullAttention):
             x = x + self.mixer(y, state, span, rotary, first)
         elif span.mask is None:
             x = x + self.mixer.verify(y, state, span)
         else:
             x = x + self.mixer.absorb(y, state, span)
-        return x + self.mlp(rms_norm(x, self.after, self.eps))
+        return x + self.mlp(self.after(x))
 
 
 class Mtp:
@@ -291,11 +294,11 @@ class Mtp:
     FIRST_SLOT = 1
 
     def __init__(self, config: ModelConfig, weights: _Weights) -> None:
-        self.eps = config.rms_norm_eps
+        eps = config.rms_norm_eps
         self.fc = Linear(weights["mtp.fc.weight"])
-        self.embedding_scale = weights.scale("mtp.pre_fc_norm_embedding.weight")
-        self.hidden_scale = weights.scale("mtp.pre_fc_norm_hidden.weight")
-        self.scale = weights.scale("mtp.norm.weight")
+        self.embedding_norm = RmsNorm(weights.scale("mtp.pre_fc_norm_embedding.weight"), eps)
+        self.hidden_norm = RmsNorm(weights.scale("mtp.pre_fc_norm_hidden.weight"), eps)
+        self.norm = RmsNorm(weights.scale("mtp.norm.weight"), eps)
         inner = weights.under("mtp.layers.0.")
         self.layer = Layer(config, inner, FullAttention(config, inner, config.full_layers))
 
@@ -303,35 +306,33 @@ class Mtp:
         self, embedded: Tensor, hidden: Tensor, state: State, span: Span, rotary: Rotary
     ) -> Tensor:
         """embedded, hidden [T, D] -> y [T, D], which the head turns into draft logits."""
-        x = self.fc(
-            torch.cat(
-                [
-                    rms_norm(embedded, self.embedding_scale, self.eps),
-                    rms_norm(hidden, self.hidden_scale, self.eps),
-                ],
-                -1,
-            )
-        )
-        return rms_norm(self.layer(x, state, span, rotary, self.FIRST_SLOT), self.scale, self.eps)
+        x = self.fc(torch.cat([self.embedding_norm(embedded), self.hidden_norm(hidden)], -1))
+        return self.norm(self.layer(x, state, span, rotary, self.FIRST_SLOT))
 
 
 class Qwen35:
     """The whole text model. Holds weights only; every call takes the `State` that it changes."""
 
     def __init__(
-        self, config: ModelConfig, weights: Mapping[str, Tensor], device: torch.device, vocab: int
+        self,
+        config: ModelConfig,
+        weights: Mapping[str, Tensor],
+        device: torch.device,
+        *,
+        vocab: int,
+        positions: int,
     ) -> None:
         """weights: the tensors of `tensor_shapes`, in model dtype. vocab: ids that exist; rows of
-        the head beyond it are padding and are left out."""
+        the head beyond it are padding and are left out. positions: the longest context."""
         self.config = config
         named = _Weights(weights)
-        self.rotary = Rotary(config.rotary_dim, config.rope_theta, device)
         self.device = device
         self.embedding = named["model.embed_tokens.weight"]
         self.dtype = self.embedding.dtype
+        self.rotary = Rotary(config.rotary_dim, config.rope_theta, positions, self.dtype, device)
         tied = config.tie_word_embeddings
         self.head = Linear((self.embedding if tied else named["lm_head.weight"])[:vocab].clone())
-        self.scale = named.scale("model.norm.weight")
+        self.norm = RmsNorm(named.scale("model.norm.weight"), config.rms_norm_eps)
         self.layers: list[Layer] = []
         linear_slot = full_slot = 0
         for i, kind in enumerate(config.layer_types):
@@ -352,7 +353,7 @@ class Qwen35:
 
     def rows_span(self, start: int, count: int) -> Span:
         """A span for decode rows."""
-        return Span(start, count, self.rotary.angles(start, count, self.dtype), None)
+        return Span(start, count, self.rotary.angles(start, count), None)
 
     def absorb(self, tokens: Tensor, state: State, start: int) -> Tensor:
         """Prefill tokens [T] at `start`, MTP slots too; final-normed hidden states [T, D].
@@ -361,11 +362,11 @@ class Qwen35:
         """
         count = len(tokens)
         mask = attention.causal_mask(count, start + count, self.device)
-        span = Span(start, count, self.rotary.angles(start, count, self.dtype), mask)
+        span = Span(start, count, self.rotary.angles(start, count), mask)
         embedded = x = self.embed(tokens)
         for layer in self.layers:
             x = layer(x, state, span, self.rotary)
-        hidden = rms_norm(x, self.scale, self.config.rms_norm_eps)
+        hidden = self.norm(x)
         if self.mtp is not None:
             skip = 1 if start == 0 else 0
             if count > skip:
@@ -381,7 +382,7 @@ class Qwen35:
         x = self.embed(tokens)
         for layer in self.layers:
             x = layer(x, state, span, self.rotary)
-        return rms_norm(x, self.scale, self.config.rms_norm_eps)
+        return self.norm(x)
 
     def draft(self, tokens: Tensor, hidden: Tensor, state: State, start: int) -> Tensor:
         """MTP rows for slots [start, start + R): tokens [R] there and the hidden states [R, D] of

@@ -33,10 +33,10 @@ def rows(q: Tensor, k: Tensor, v: Tensor, first: int, start: int) -> Tensor:
     count, heads, dim = q.shape
     kv_heads = k.shape[0]
     grouped = q.reshape(count, 1, kv_heads, heads // kv_heads, dim)
-    out = torch.empty_like(grouped)
+    each = []
     for r in range(count):
-        end = start + r + 1
-        out[r] = functional.scaled_dot_product_attention(
-            grouped[r], k[None, :, first:end], v[None, :, first:end]
+        seen = slice(first, start + r + 1)
+        each.append(
+            functional.scaled_dot_product_attention(grouped[r], k[None, :, seen], v[None, :, seen])
         )
-    return out.reshape(count, heads, dim)
+    return (each[0] if count == 1 else torch.cat(each)).reshape(count, heads, dim)

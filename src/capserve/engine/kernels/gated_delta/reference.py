@@ -8,15 +8,6 @@ SUB_CHUNK = 64
 splits at its multiples were the only ones that stayed bit-exact."""
 
 
-def expand_heads(x: Tensor, value_heads: int) -> Tensor:
-    """[T, Hk, D] -> [T, Hv, D]: each key head repeated for its value heads."""
-    tokens, heads, dim = x.shape
-    if heads == value_heads:
-        return x
-    group = value_heads // heads
-    return x.unsqueeze(2).expand(tokens, heads, group, dim).reshape(tokens, value_heads, dim)
-
-
 def chunked(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, start: int):
     """Absorb T tokens that begin at absolute position `start`.
 
@@ -63,15 +54,16 @@ def chunked(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Ten
     return out.permute(1, 2, 0, 3).reshape(length, heads, value_dim)[front : front + tokens]
 
 
-def row(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor):
+def row(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor, d: Tensor,
+        o: Tensor) -> None:  # fmt: skip
     """Absorb one token. q, k [Hv, 1, Dk], v [Hv, 1, Dv], decay = exp(g), beta [Hv, 1, 1], f32;
-    state [Hv, Dk, Dv] f32, updated in place. Returns (o, d), both [Hv, 1, Dv]."""
+    state [Hv, Dk, Dv] f32, updated in place. Writes d and o [Hv, 1, Dv]."""
     state.mul_(decay)
-    d = (v - torch.bmm(k, state)).mul_(beta)
+    torch.sub(v, torch.bmm(k, state), out=d).mul_(beta)
     state.baddbmm_(k.transpose(1, 2), d)
-    return torch.bmm(q, state), d
+    torch.bmm(q, state, out=o)
 
 
 def fold(k: Tensor, d: Tensor, decay: Tensor, state: Tensor) -> None:
-    """Repeat what `row` did to the state, bit for bit, from the d that it returned."""
+    """Repeat what `row` did to the state, bit for bit, from the d that it wrote."""
     state.mul_(decay).baddbmm_(k.transpose(1, 2), d)
