@@ -57,7 +57,7 @@ class Settings(BaseSettings):
         Literal["auto", "cpu", "cuda"], Flag("Model", "auto: CUDA where there is a device.")
     ] = "auto"
     threads: Annotated[
-        int | None, Flag("Model", "Compute threads on CPU. Default: the library's.")
+        int | None, Flag("Model", "Threads of prefill on CPU. Default: one less than the cores.")
     ] = Field(None, ge=1)
     seed: Annotated[int, Flag("Model", "Seed of requests that bring none.")] = Field(
         0, ge=0, lt=2**64

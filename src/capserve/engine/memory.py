@@ -28,7 +28,7 @@ class MemoryPlan:
     state_bytes: int
     """Small state, row buffers, scratch and the table of rotary angles."""
     workspace_bytes: int
-    """Activations of the largest prefill chunk at full context: an upper estimate."""
+    """Activations of one prefill chunk: an estimate."""
     capsule_bytes: int
     """The capsule store's budget."""
     available_bytes: int
@@ -86,19 +86,19 @@ def plan(
         state_bytes=state.buffers(config, dtype, positions)
         - kv
         + Rotary.table_bytes(config.rotary_dim, positions, dtype),
-        workspace_bytes=_workspace_bytes(config, positions, prefill_chunk, vocab),
+        workspace_bytes=_workspace_bytes(config, prefill_chunk, vocab),
         capsule_bytes=capsule_budget_bytes,
         available_bytes=available_bytes(device),
     )
 
 
-def _workspace_bytes(config: ModelConfig, positions: int, chunk: int, vocab: int) -> int:
-    mask = chunk * positions * (1 + 2 * 4)
+def _workspace_bytes(config: ModelConfig, chunk: int, vocab: int) -> int:
     mlp = 4 * chunk * config.intermediate_size * 4
     heads = config.linear_num_value_heads
     dims = config.linear_key_head_dim + config.linear_value_head_dim
     delta = chunk * heads * (6 * dims + 4 * 64) * 4
-    return mask + max(mlp, delta) + 16 * vocab * 4
+    qkv = 4 * chunk * config.num_attention_heads * config.head_dim * 4
+    return max(mlp, delta, qkv) + 16 * vocab * 4
 
 
 def available_bytes(device: torch.device) -> int:

@@ -6,6 +6,7 @@ run on the caller's one thread, under inference mode.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import ParamSpec, TypeVar
@@ -92,9 +93,10 @@ class TorchEngine:
     ) -> TorchEngine:
         """An engine for the checkpoint in `path`, a Hugging Face directory.
 
-        dtype `auto` is float32 on CPU and bfloat16 on CUDA. vocab: ids that the tokenizer has; the
-        rest of the head is padding. Raises CheckpointError, or MemoryBudgetError before any weight
-        is read.
+        dtype `auto` is float32 on CPU and bfloat16 on CUDA. threads: of prefill on CPU; one less
+        than the cores when None, for the server's event loop and the agent's own work. vocab: ids
+        that the tokenizer has; the rest of the head is padding. Raises CheckpointError, or
+        MemoryBudgetError before any weight is read.
         """
         config, chosen, where, positions, ids = _resolve(path, dtype, device, max_model_len, vocab)
         memory.plan(
@@ -106,8 +108,8 @@ class TorchEngine:
             vocab=ids,
             capsule_budget_bytes=capsule_budget_bytes,
         ).check(config.name)
-        if threads is not None:
-            torch.set_num_threads(threads)
+        if where.type == "cpu":
+            torch.set_num_threads(threads or max(1, len(os.sched_getaffinity(0)) - 1))
         with torch.inference_mode():
             config, weights = load_weights(path, config, chosen, progress)
             weights = {name: tensor.to(where) for name, tensor in weights.items()}

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from capserve.engine.kernels.attention import cpu as attention_cpu
 from capserve.engine.kernels.attention import reference as attention
 from capserve.engine.kernels.causal_conv.reference import causal_conv, shifts
 from capserve.engine.kernels.gated_delta import reference as gated_delta
@@ -30,13 +31,13 @@ from capserve.engine.state import State
 
 @dataclass
 class Span:
-    """What all layers of one call share: where the tokens lie, their angles, the mask."""
+    """What all layers of one call share: where the tokens lie, their angles, the form."""
 
     start: int
     count: int
     angles: Angles
-    mask: Tensor | None
-    """Additive [T, L] for prefill; None for rows."""
+    rows: bool
+    """Decode rows; otherwise prefill."""
 
 
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -166,10 +167,11 @@ class FullAttention:
         keys[:, span.start : end] = qk[:, self.heads :].transpose(0, 1)
         values[:, span.start : end] = v.reshape(-1, self.kv_heads, self.dim).transpose(0, 1)
         q = qk[:, : self.heads]
-        if span.mask is None:
+        if span.rows:
             o = attention.rows(q, keys, values, first, span.start)
         else:
-            o = attention.prefill(q, keys[:, :end], values[:, :end], first, span.mask)
+            prefill = attention_cpu.prefill if q.device.type == "cpu" else attention.prefill
+            o = prefill(q, keys, values, first, span.start)
         return self.out(o.reshape(span.count, -1) * gate.sigmoid())
 
 
@@ -278,7 +280,7 @@ class Layer:
         y = self.before(x)
         if isinstance(self.mixer, FullAttention):
             x = x + self.mixer(y, state, span, rotary, first)
-        elif span.mask is None:
+        elif span.rows:
             x = x + self.mixer.verify(y, state, span)
         else:
             x = x + self.mixer.absorb(y, state, span)
@@ -353,7 +355,7 @@ class Qwen35:
 
     def rows_span(self, start: int, count: int) -> Span:
         """A span for decode rows."""
-        return Span(start, count, self.rotary.angles(start, count), None)
+        return Span(start, count, self.rotary.angles(start, count), rows=True)
 
     def absorb(self, tokens: Tensor, state: State, start: int) -> Tensor:
         """Prefill tokens [T] at `start`, MTP slots too; final-normed hidden states [T, D].
@@ -361,8 +363,7 @@ class Qwen35:
         `state.hidden[0]` must be the hidden state of position start - 1 when start > 0.
         """
         count = len(tokens)
-        mask = attention.causal_mask(count, start + count, self.device)
-        span = Span(start, count, self.rotary.angles(start, count), mask)
+        span = Span(start, count, self.rotary.angles(start, count), rows=False)
         embedded = x = self.embed(tokens)
         for layer in self.layers:
             x = layer(x, state, span, self.rotary)
@@ -372,7 +373,7 @@ class Qwen35:
             if count > skip:
                 before = torch.cat([state.hidden[:1], hidden[:-1]])[skip:]
                 angles = (span.angles[0][skip:], span.angles[1][skip:])
-                slots = Span(start + skip, count - skip, angles, mask[skip:, Mtp.FIRST_SLOT :])
+                slots = Span(start + skip, count - skip, angles, rows=False)
                 self.mtp(embedded[skip:], before, state, slots, self.rotary)
         return hidden
 

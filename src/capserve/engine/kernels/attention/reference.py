@@ -5,23 +5,20 @@ from torch import Tensor
 from torch.nn import functional
 
 
-def prefill(q: Tensor, k: Tensor, v: Tensor, first: int, mask: Tensor) -> Tensor:
-    """q [T, Hq, D] at the last T positions; k, v [Hkv, L, D] views of the buffer; keys before
-    `first` are left out; mask [T, L - first] f32, 0 where seen, -inf where not. -> [T, Hq, D]."""
+def prefill(q: Tensor, k: Tensor, v: Tensor, first: int, start: int) -> Tensor:
+    """q [T, Hq, D] at positions [start, start + T); k, v [Hkv, L, D] with L >= start + T; keys
+    before `first` <= start are never seen. -> [T, Hq, D]."""
+    tokens = q.shape[0]
+    keys = slice(first, start + tokens)
+    seen = torch.ones(tokens, start + tokens - first, dtype=torch.bool, device=q.device)
     out = functional.scaled_dot_product_attention(
         q.transpose(0, 1).unsqueeze(0),
-        k[:, first:].unsqueeze(0),
-        v[:, first:].unsqueeze(0),
-        attn_mask=mask.to(q.dtype),
+        k[:, keys].unsqueeze(0),
+        v[:, keys].unsqueeze(0),
+        attn_mask=seen.tril(start - first),
         enable_gqa=True,
     )
     return out[0].transpose(0, 1)
-
-
-def causal_mask(tokens: int, keys: int, device: torch.device) -> Tensor:
-    """[T, L] f32 for queries at the last T of L positions."""
-    seen = torch.ones(tokens, keys, dtype=torch.bool, device=device).tril(keys - tokens)
-    return torch.zeros(tokens, keys, device=device).masked_fill_(~seen, -torch.inf)
 
 
 def rows(q: Tensor, k: Tensor, v: Tensor, first: int, start: int) -> Tensor:

@@ -13,7 +13,17 @@ _ORDER_FREE = {"reassoc", "contract", "nsz"}
 """Let the compiler add in vector lanes. The order is fixed when the loop is compiled, not by R."""
 
 
-@njit(nogil=True, fastmath=_ORDER_FREE, cache=True)
+def _compiled(loop):
+    """Compile `loop` at its first call, and keep the machine code beside the source or in the
+    user's cache folder, where one of them can be written."""
+    options = {"nogil": True, "fastmath": _ORDER_FREE}
+    try:
+        return njit(cache=True, **options)(loop)
+    except RuntimeError:  # no place to keep it: a read-only installation without a home
+        return njit(**options)(loop)
+
+
+@_compiled
 def rows_matmul_f32(x, weight, y):
     """x [R, K] f32, weight [N, K] f32; writes y [R, N] f32."""
     rows, inner = x.shape
@@ -25,7 +35,7 @@ def rows_matmul_f32(x, weight, y):
             y[r, n] = total
 
 
-@njit(nogil=True, fastmath=_ORDER_FREE, cache=True)
+@_compiled
 def rows_matmul_bf16(x, weight, y):
     """The same with weight [N, K] as the bits of bfloat16, uint16."""
     rows, inner = x.shape
