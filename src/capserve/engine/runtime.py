@@ -114,13 +114,15 @@ class TorchEngine:
             config, weights = load_weights(path, config, chosen, progress)
             weights = {name: tensor.to(where) for name, tensor in weights.items()}
             model = Qwen35(config, weights, where, vocab=ids, positions=positions)
-        return cls(
+        engine = cls(
             model,
             positions=positions,
             prefill_chunk=prefill_chunk,
             vocab=ids,
             max_drafts=max_drafts,
         )
+        engine.warm_up()
+        return engine
 
     @property
     def limits(self) -> EngineLimits:
@@ -133,6 +135,20 @@ class TorchEngine:
     @property
     def graph_capture_count(self) -> int:
         return 0
+
+    def warm_up(self) -> None:
+        """Run everything once, so that no live request pays for first calls: compiled loops, the
+        libraries' own tables, memory that is touched for the first time."""
+        room = self._limits.max_positions
+        tokens = np.zeros(max(1, min(self._limits.prefill_chunk, room - MAX_ROWS)), np.int32)
+        self.extend(tokens)
+        for drafts in {0, self._limits.max_drafts}:
+            self.begin(Sampling(temperature=1.0, top_k=2, drafts=drafts), tokens)
+            self.step()
+            if self._position < room:
+                self.step()
+        self.restore(self.snapshot())
+        self.reset()
 
     @_inference
     def reset(self) -> None:
