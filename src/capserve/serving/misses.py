@@ -19,10 +19,15 @@ from capserve.text.prompt import Prompt
 OWNER_SEPARATOR = "/"
 """A namespace is `owner/salt`: the owner is the caller's API key, under whatever name."""
 
+OPENING_TOKENS = 3
+"""What stands before a prompt's first word in ChatML, this model family's form: `<|im_start|>`, a
+role, a line break. Two prompts that share no more than that share nothing of a message."""
+
 
 class MissKind(StrEnum):
     NO_CANDIDATE = "no_candidate"
-    """Nothing known starts like this prompt, or no state was kept where it could be used."""
+    """Nothing known shares more with this prompt than the control tokens that open any prompt, or
+    no state was kept where it could be used."""
     DIVERGED = "diverged"
     """The most similar journal differs from the prompt at `message`, `token`."""
     NAMESPACE = "namespace"
@@ -37,13 +42,14 @@ class MissKind(StrEnum):
 class MissReason:
     kind: MissKind
     message: int | None = None
-    """Index of the first message that differs; -1 when tools or template switches do."""
+    """Index of the first message that differs; -1 when tools or template switches do: one digest
+    covers both, so which of them it was is not known."""
     token: int | None = None
 
     def __str__(self) -> str:
         if self.kind is not MissKind.DIVERGED:
             return self.kind.value
-        where = "tools" if self.message == -1 else f"message {self.message}"
+        where = "tools_or_switches" if self.message == -1 else f"message {self.message}"
         return f"diverged({where}, token {self.token})"
 
 
@@ -81,7 +87,7 @@ def explain(known: Known) -> MissReason | None:
     known_tokens = 0 if best is None or common < reused else len(best.tokens)
     if reused > 0 and known_tokens <= reused + 1:
         return None
-    if best is None or common == 0:
+    if best is None or common <= OPENING_TOKENS:
         return MissReason(MissKind.NO_CANDIDATE)
     if common < min(len(known.prompt.tokens), len(best.tokens)):
         return MissReason(MissKind.DIVERGED, _message_at(best, known.prompt, common), common)

@@ -7,6 +7,9 @@ conversation shows in the very next token. Drafts are right about two times in t
 For tests it can be stopped at an exact call (`hold`), made to fail at one (`fail`), and made to
 speak chosen replies (`script`). A scripted fake can't show wrong reuse in its tokens, so `begin`
 compares what it absorbed with the prompt instead and raises `WrongStateError`.
+
+The thread of its first call owns it. Any other thread that calls it, or looks at its state, gets
+`WrongThreadError`, and the fake remembers it: worker code may swallow the error, a test must not.
 """
 
 from __future__ import annotations
@@ -43,6 +46,10 @@ Script = Callable[[TokenArray], Sequence[int]]
 
 class WrongStateError(AssertionError):
     """A turn began on a state that did not absorb its prompt."""
+
+
+class WrongThreadError(AssertionError):
+    """A thread that does not own the engine reached for it."""
 
 
 @dataclass
@@ -114,6 +121,11 @@ class FakeEngine:
         self._traps: list[tuple[Call, int, Callable[[], None]]] = []
         self._counts: dict[Call, int] = {}
         self._lock = threading.Lock()
+        # The object, not its ident: an ident is given again once its thread has ended.
+        self.owner: threading.Thread | None = None
+        """The thread of the first call; None before it. The constructing thread has no claim."""
+        self.trespasses: list[str] = []
+        """What other threads than the owner tried, in words."""
         self.extended: list[tuple[int, int]] = []
         """Every `extend` as a half-open range: what a test compares with a plan."""
         self._tokens = bytearray()
@@ -159,11 +171,22 @@ class FakeEngine:
 
     def _enter(self, call: Call) -> None:
         with self._lock:
+            if self.owner is None:
+                self.owner = threading.current_thread()
+        self._refuse_strangers(call)
+        with self._lock:
             number = self._counts[call] = self.calls(call) + 1
             due = [trap for trap in self._traps if trap[:2] == (call, number)]
             self._traps = [trap for trap in self._traps if trap not in due]
         for _, _, action in due:
             action()
+
+    def _refuse_strangers(self, what: str) -> None:
+        caller = threading.current_thread()
+        if self.owner is not None and caller is not self.owner:
+            said = f"{what} from thread {caller.name}, the engine belongs to {self.owner.name}"
+            self.trespasses.append(said)
+            raise WrongThreadError(said)
 
     # -- the contract ------------------------------------------------------------------------
 
@@ -173,10 +196,12 @@ class FakeEngine:
 
     @property
     def position(self) -> int:
+        self._refuse_strangers("position")
         return len(self._tokens) // 4
 
     @property
     def graph_capture_count(self) -> int:
+        self._refuse_strangers("graph_capture_count")
         return 0
 
     def reset(self) -> None:
@@ -184,6 +209,7 @@ class FakeEngine:
         self._forget()
 
     def extend(self, tokens: TokenArray) -> None:
+        self._refuse_strangers("extend")
         assert tokens.dtype == np.int32
         assert tokens.ndim == 1
         assert len(tokens) > 0
@@ -219,6 +245,7 @@ class FakeEngine:
             self._reply = tuple(self._script(context))
 
     def step(self) -> Chunk:
+        self._refuse_strangers("step")
         assert self.position >= 1
         assert self._begun, "step needs a begin"
         if self._pending is not None and self.position >= self._limits.max_positions:

@@ -302,6 +302,7 @@ def serving(
     finally:
         assert worker.stop(WAIT_S), "the worker did not stop"
     store.check()
+    assert not engine.trespasses, "a second thread reached for the engine"
 
 
 def cold_reply(

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import pytest
 from serving_harness import END, ids, make_prompt, serving, some_words, user
 
 from capserve.engine.seam import Engine, Sampling
-from capserve.testing.fake_engine import FakeEngine, WrongStateError, fake_limits
+from capserve.testing.fake_engine import FakeEngine, WrongStateError, WrongThreadError, fake_limits
 
 
 def next_token(engine: Engine, sampling: Sampling = Sampling()) -> int:
@@ -65,6 +68,52 @@ def test_a_scripted_fake_says_its_lines_and_refuses_a_wrong_state() -> None:
     engine.extend(ids([5, 6]))
     with pytest.raises(WrongStateError):
         engine.begin(Sampling(), prompt)
+
+
+REACHES: dict[str, Callable[[FakeEngine], object]] = {
+    "reset": FakeEngine.reset,
+    "extend": lambda engine: engine.extend(ids([4])),
+    "begin": lambda engine: engine.begin(Sampling(), ids([])),
+    "step": FakeEngine.step,
+    "snapshot": FakeEngine.snapshot,
+    "restore": lambda engine: engine.restore(FakeEngine(engine.limits).snapshot()),
+    "position": lambda engine: engine.position,
+    "graph_capture_count": lambda engine: engine.graph_capture_count,
+}
+
+
+@pytest.mark.parametrize("what", REACHES)
+def test_a_second_thread_is_refused_whatever_it_reaches_for(what: str) -> None:
+    engine = after(1, 2, 3)
+    engine.begin(Sampling(), ids([]))
+    with ThreadPoolExecutor(1, thread_name_prefix="stranger") as pool:
+        refusal = pool.submit(REACHES[what], engine).exception()
+    assert isinstance(refusal, WrongThreadError)
+    assert f"{what} from thread stranger_0" in str(refusal)
+    assert engine.trespasses == [str(refusal)]
+    assert engine.position == 3, "a refused call changes nothing"
+    assert engine.step().tokens[0] == next_token(after(1, 2, 3))
+
+
+def test_the_thread_that_builds_an_engine_may_hand_it_to_the_one_that_calls_it() -> None:
+    engine = FakeEngine(fake_limits())
+    assert (engine.position, engine.owner) == (0, None)
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(engine.extend, ids([1, 2, 3])).result()
+        assert pool.submit(lambda: engine.position).result() == 3
+    with pytest.raises(WrongThreadError):
+        engine.reset()
+
+
+def test_a_test_on_the_worker_fails_for_a_second_thread_even_when_its_error_is_swallowed() -> None:
+    def trespass() -> None:
+        with serving() as s:
+            s.ask(make_prompt([user(some_words(20))]))
+            with suppress(WrongThreadError):
+                s.engine.reset()
+
+    with pytest.raises(AssertionError, match="a second thread reached for the engine"):
+        trespass()
 
 
 def test_drafts_are_sometimes_right_and_sometimes_wrong() -> None:

@@ -228,7 +228,7 @@ def test_a_divergence_names_the_message_and_the_token() -> None:
     assert str(plan.miss) == "diverged(message 1, token 13)"
     retooled = replace(edited, chain=tuple(bytes([7]) + digest for digest in edited.chain))
     plan = POLICY.plan(retooled, "k/a", None, [known], Index(), RATES)
-    assert str(plan.miss) == "diverged(tools, token 13)"
+    assert str(plan.miss) == "diverged(tools_or_switches, token 13)"
 
 
 def test_a_divergence_inside_messages_that_mean_the_same_is_found_by_its_marks() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from serving_harness import (
     CALL,
     END,
@@ -21,6 +22,8 @@ from serving_harness import (
 from capserve.engine.seam import Sampling
 from capserve.serving.journal import SpanKind
 from capserve.serving.lifecycle import FinishReason
+from capserve.serving.sessions import SessionRegistry
+from capserve.serving.turn import Delta, TurnEvent
 from capserve.testing.fake_engine import FakeEngine, fake_limits
 from capserve.text.messages import Message
 from capserve.text.output import OutputSpec
@@ -164,6 +167,44 @@ def test_the_output_is_trimmed_exactly_to_its_limit_whatever_the_drafts() -> Non
                 assert finished(end).reason is FinishReason.LENGTH
 
 
+class Witness(RecordingSink):
+    """Looks at the journal at the moment of each delivery.
+
+    It does so in the worker's own thread, where nothing can move while it looks.
+    """
+
+    def __init__(self, sessions: SessionRegistry) -> None:
+        super().__init__()
+        self._sessions = sessions
+        self.moments: list[tuple[list[int], list[int]]] = []
+        """(all tokens delivered so far, the journal's tokens), once for each event."""
+
+    def deliver(self, event: TurnEvent) -> None:
+        delivered = [*self.tokens, *(event.tokens if isinstance(event, Delta) else ())]
+        (journal,) = self._sessions.views()
+        self.moments.append((delivered, journal.tokens.tolist()))
+        super().deliver(event)
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_what_a_client_hears_is_already_the_tail_of_the_journal(drafts: int) -> None:
+    reply = [*range(20, 30), END]
+    prompt = make_prompt([SYSTEM, QUESTION])
+    with serving(engine=scripted(*reply)) as s:
+        sink = Witness(s.sessions)
+        end, _ = s.ask(
+            prompt,
+            sink=sink,
+            max_tokens=len(reply) + 5,
+            sampling=Sampling(end_tokens=(END,), drafts=drafts),
+        )
+        finished(end)
+    assert sink.tokens == reply
+    assert len(sink.moments) > 2, "one event is no order"
+    for delivered, journal in sink.moments:
+        assert journal == [*prompt.tokens.tolist(), *delivered]
+
+
 def test_a_trimmed_chunk_leaves_no_session_hot_and_the_next_turn_is_right() -> None:
     limits = fake_limits()
     prompt = make_prompt([QUESTION])
@@ -172,7 +213,7 @@ def test_a_trimmed_chunk_leaves_no_session_hot_and_the_next_turn_is_right() -> N
     for most in range(1, 12):
         with serving(limits) as s:
             done = finished(s.ask(prompt, max_tokens=most, sampling=sampling)[0])
-            lead = s.engine.position - len(prompt.tokens) - (most - 1)
+            lead = len(s.sessions.views()[-1].tokens) - len(prompt.tokens) - most
             hot_after[lead > 0] = s.worker.health()["hot_position"]
             longer = make_prompt([QUESTION, done.message, user(some_words(4))])
             _, sink = s.ask(longer, sampling=sampling)

@@ -1,0 +1,83 @@
+"""What a miss says of prompts as the embedded model's own template renders them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from capserve.nano import checkpoint_dir
+from capserve.serving.capsules import CapsuleStore
+from capserve.serving.journal import JournalView, TurnMark, lcp
+from capserve.serving.misses import OPENING_TOKENS
+from capserve.serving.prefix import AutoPrefixPolicy, Rates
+from capserve.testing.fake_engine import fake_limits
+from capserve.text.messages import Conversation, Message, Role
+from capserve.text.prompt import Prompt, PromptBuilder
+from capserve.text.template import ChatTemplate
+from capserve.text.tokenizer import Tokenizer
+
+SYSTEM = Message("system", "You are a careful assistant who answers briefly.")
+FACTS = Message("user", "Which is the longest river of Europe?")
+REPLY = Message("assistant", "The Volga.", reasoning="It is not the Danube.")
+
+
+@pytest.fixture(scope="module")
+def builder() -> PromptBuilder:
+    path = checkpoint_dir()
+    return PromptBuilder(Tokenizer.from_dir(path), ChatTemplate.from_dir(path))
+
+
+def tool(name: str) -> Mapping[str, Any]:
+    parameters = {"type": "object", "properties": {}}
+    return {"type": "function", "function": {"name": name, "parameters": parameters}}
+
+
+def miss(before: Prompt, now: Prompt) -> str:
+    """The reason for `now` after a turn on `before`, of which no capsule was kept."""
+    marks = (TurnMark(before.prompt_end, len(before.chain) - 1),)
+    known = JournalView("s", "k/a", before.tokens, before.chain, marks)
+    policy = AutoPrefixPolicy(fake_limits())
+    return str(policy.plan(now, "k/a", None, [known], CapsuleStore(1), Rates()).miss)
+
+
+def test_a_first_unrelated_request_has_no_candidate(builder: PromptBuilder) -> None:
+    plain = builder.build(Conversation((FACTS,)))
+    with_system = builder.build(Conversation((SYSTEM, FACTS)))
+    with_tools = builder.build(Conversation((SYSTEM, FACTS), (tool("read"),)))
+    other = builder.build(Conversation((Message("user", "How do magnets work?"),)))
+    for before in (plain, with_system, with_tools):
+        assert 0 < lcp(before.tokens, other.tokens) <= OPENING_TOKENS
+        assert miss(before, other) == "no_candidate"
+
+
+@pytest.mark.parametrize("role", ["system", "user"])
+def test_the_opening_ends_where_the_first_message_begins(
+    builder: PromptBuilder, role: Role
+) -> None:
+    prompts = [
+        builder.build(Conversation((Message(role, word), FACTS))).tokens for word in ("a", "b")
+    ]
+    assert lcp(*prompts) == OPENING_TOKENS
+
+
+def test_one_word_of_the_first_message_in_common_is_a_divergence_in_it(
+    builder: PromptBuilder,
+) -> None:
+    before = builder.build(Conversation((FACTS,)))
+    now = builder.build(Conversation((Message("user", "Which day is today?"),)))
+    common = lcp(before.tokens, now.tokens)
+    assert common > OPENING_TOKENS
+    assert miss(before, now) == f"diverged(message 0, token {common})"
+
+
+def test_other_tools_and_other_switches_are_named_together(builder: PromptBuilder) -> None:
+    talk = (SYSTEM, FACTS, REPLY, Message("user", "And of Asia?"))
+    before = builder.build(Conversation(talk, (tool("read"),)))
+    retooled = builder.build(Conversation(talk, (tool("write"),)))
+    switched = builder.build(Conversation(talk, (tool("read"),), {"enable_thinking": False}))
+    for now in (retooled, switched):
+        common = lcp(before.tokens, now.tokens)
+        assert common > OPENING_TOKENS
+        assert miss(before, now) == f"diverged(tools_or_switches, token {common})"
