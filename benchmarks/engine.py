@@ -69,8 +69,10 @@ class Ours:
 
 
 class Theirs:
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, threads: int) -> None:
         import transformers
+
+        self.threads = threads
 
         loaded: Any = transformers.AutoModelForCausalLM
         self.model = loaded.from_pretrained(path, dtype=torch.float32).eval()
@@ -78,6 +80,7 @@ class Theirs:
     @torch.inference_mode()
     def decode(self, prompt: TokenArray) -> float:
         """`generate`, without the time of its prefill and first token."""
+        torch.set_num_threads(self.threads)  # the engine left it at one, for its decode
 
         def run(count: int) -> float:
             began = perf_counter()
@@ -96,6 +99,7 @@ class Theirs:
     @torch.inference_mode()
     def prefill(self, prompt: TokenArray) -> float:
         """One forward call over the whole prompt, logits of the last position only."""
+        torch.set_num_threads(self.threads)
         began = perf_counter()
         self.model(torch.from_numpy(prompt).long()[None], use_cache=True, logits_to_keep=1)
         return len(prompt) / (perf_counter() - began)
@@ -104,7 +108,7 @@ class Theirs:
 def measure(rounds: int, threads: int) -> dict[str, Any]:
     torch.set_num_threads(threads)
     path = Path(capserve.nano.__file__).parent
-    ours, theirs = Ours(path, threads), Theirs(path)
+    ours, theirs = Ours(path, threads), Theirs(path, threads)
     short, long = prompts(path)
     samples: dict[str, list[float]] = {
         name: [] for name in ("decode_k0", "decode_k3", "tokens_per_step_k3", "prefill",
@@ -118,6 +122,7 @@ def measure(rounds: int, threads: int) -> dict[str, Any]:
         samples["tokens_per_step_k3"].append(per_step)
         samples["transformers_prefill"].append(theirs.prefill(long))
         samples["prefill"].append(ours.prefill(long))
+    torch.set_num_threads(threads)  # of the ceilings, too
     figures = {name: spread(values[1:]) for name, values in samples.items()}  # first: warm-up
     config = ModelConfig.from_dir(path)
     weights = plan(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 
 from capserve.engine.capsule import SEGMENT_TOKENS, TorchCapsule
@@ -86,3 +89,17 @@ def test_a_capsule_outlives_everything_that_happens_after_it(nano: TorchEngine) 
         assert_same_bits(nano.snapshot(), boundary)
         again, _ = generate(nano, ids, 40, Sampling(drafts=seed))
         assert again == expected
+
+
+def test_memory_that_no_capsule_keeps_is_given_back(nano: TorchEngine) -> None:
+    nano.reset()
+    nano.extend(tokens(1100, nano.limits.vocab_size))
+    capsule = nano.snapshot()
+    segments = [weakref.ref(segment) for segment in capsule.segments]
+    del capsule
+    gc.collect()
+    assert [segment() for segment in segments] == [None] * 3
+    again = nano.snapshot()  # and the live buffer can still be kept
+    nano.reset()
+    nano.restore(again)
+    assert_same_bits(nano.snapshot(), again)

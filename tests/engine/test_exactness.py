@@ -177,3 +177,69 @@ def test_the_context_can_be_filled_to_its_last_position_with_drafts(nano_bf16: T
         out += engine.step().tokens
     assert engine.position == limit
     assert len(out) == 7
+
+
+def test_every_change_of_k_in_mid_turn_is_invisible(nano: TorchEngine) -> None:
+    """Also after a step that accepted all of 8 drafts, and with a bound on what a step decides."""
+    ids = np.tile(tokens(7, nano.limits.vocab_size, seed=3), 40)  # repetitive: all is accepted
+    nano.reset()
+    nano.extend(ids)
+    start = nano.snapshot()
+    plain, _ = generate(nano, ids, 150, Sampling())
+    reference = nano.snapshot()
+    nano.restore(start)
+    out: list[int] = []
+    whole = 0
+    for i in range(1000):
+        if len(out) >= len(plain):
+            break
+        drafts = (8, 0, 3, 0, 0, 8, 1)[i % 7]
+        nano.begin(Sampling(drafts=drafts), ids, np.array(out, dtype=np.int32))
+        most = len(plain) - len(out)
+        chunk = nano.step(most)
+        assert len(chunk.tokens) <= most
+        whole += chunk.accepted == 8
+        out += chunk.tokens
+    assert whole > 0, "no step accepted all of its drafts: the case was not tried"
+    assert out == plain
+    assert_same_bits(nano.snapshot(), reference)
+
+
+@pytest.mark.parametrize("drafts", [0, 8])
+def test_the_last_position_is_reached_from_every_side_with_drafts(
+    nano_bf16: TorchEngine, drafts: int
+) -> None:
+    engine = nano_bf16
+    limit = engine.limits.max_positions
+    for short in range(1, 12):
+        engine.reset()
+        ids = np.tile(tokens(7, engine.limits.vocab_size, seed=3), limit // 7 + 1)[: limit - short]
+        engine.extend(ids)
+        engine.begin(Sampling(drafts=drafts), ids)
+        count = 0
+        while engine.position < limit:
+            count += len(engine.step().tokens)
+        assert count == short + 1
+
+
+@torch.inference_mode()
+def test_the_number_of_prefill_threads_changes_no_bit_of_what_is_decoded(nano: TorchEngine) -> None:
+    """Accepted rows are folded in by the next call, which may be a prefill."""
+    ids = tokens(PROMPT, nano.limits.vocab_size)
+    states = []
+    nano.reset()
+    nano.extend(ids)
+    start = nano.snapshot()
+    before = nano._prefill_threads
+    try:
+        for threads in (1, 2):
+            nano._prefill_threads = threads
+            nano.restore(start)
+            nano.begin(Sampling(drafts=3), ids)
+            for _ in range(5):
+                nano.step()
+            nano._settle()
+            states.append(nano.snapshot())
+    finally:
+        nano._prefill_threads = before
+    assert_same_bits(states[0], states[1])

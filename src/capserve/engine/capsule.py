@@ -9,6 +9,7 @@ copies the others alone.
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -60,7 +61,11 @@ class LiveSegments:
 
     def __init__(self, state: State) -> None:
         self._state = state
-        self._held: list[Segment] = []
+        # Weak: what no capsule keeps any more is not kept alive by having been live.
+        self._held: list[weakref.ref[Segment]] = []
+
+    def _at(self, i: int) -> Segment | None:
+        return self._held[i]() if i < len(self._held) else None
 
     def written_from(self, position: int) -> None:
         """The buffer changes at `position` and beyond."""
@@ -69,11 +74,15 @@ class LiveSegments:
     def snapshot(self, position: int) -> TorchCapsule:
         """Needs a settled state with `state.hidden[0]` that of position - 1."""
         state = self._state
-        for i in range(len(self._held), position // SEGMENT_TOKENS):
-            span = slice(i * SEGMENT_TOKENS, (i + 1) * SEGMENT_TOKENS)
-            self._held.append(Segment.copy_of(state.kv[:, :, :, span]))
         full = position // SEGMENT_TOKENS
-        segments = self._held[:full]
+        segments: list[Segment] = []
+        for i in range(full):
+            segment = self._at(i)
+            if segment is None:
+                span = slice(i * SEGMENT_TOKENS, (i + 1) * SEGMENT_TOKENS)
+                segment = Segment.copy_of(state.kv[:, :, :, span])
+                self._held[i : i + 1] = [weakref.ref(segment)]
+            segments.append(segment)
         if position % SEGMENT_TOKENS:
             tail = state.kv[:, :, :, full * SEGMENT_TOKENS : position]
             segments = [*segments, Segment.copy_of(tail)]
@@ -93,13 +102,14 @@ class LiveSegments:
         state.conv[:, : state.taps].copy_(capsule.conv)
         state.hidden[0].copy_(capsule.hidden)
         for i, segment in enumerate(capsule.segments):
-            if i < len(self._held) and self._held[i] is segment:
+            if self._at(i) is segment:
                 continue
             start = i * SEGMENT_TOKENS
             tokens = segment.kv.shape[3]
-            self.written_from(start)
+            if tokens < SEGMENT_TOKENS:
+                self.written_from(start)
             state.kv[:, :, :, start : start + tokens].copy_(segment.kv)
             moved += segment.part.nbytes
             if tokens == SEGMENT_TOKENS:
-                self._held.append(segment)
+                self._held[i : i + 1] = [weakref.ref(segment)]
         return moved

@@ -114,10 +114,15 @@ def available_bytes(device: torch.device) -> int:
     except OSError:
         pass
     try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii").strip()
-        used = int(Path("/sys/fs/cgroup/memory.current").read_text(encoding="ascii"))
+        cgroup = Path("/sys/fs/cgroup")
+        limit = (cgroup / "memory.max").read_text(encoding="ascii").strip()
         if limit != "max":
-            found.append(int(limit) - used)
+            used = int((cgroup / "memory.current").read_text(encoding="ascii"))
+            stat = dict(
+                line.split() for line in (cgroup / "memory.stat").read_text("ascii").splitlines()
+            )
+            # the page cache of a checkpoint just downloaded counts as used, and is given up first
+            found.append(int(limit) - used + int(stat.get("inactive_file", 0)))
     except (OSError, ValueError):
         pass
     return max(0, min(found))

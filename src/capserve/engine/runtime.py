@@ -165,8 +165,8 @@ class TorchEngine:
                 f"{end} tokens do not fit a context of {self._limits.max_positions} tokens"
             )
         self._pending = self._sampler = None
-        self._use_threads(self._prefill_threads)
         self._settle()
+        self._use_threads(self._prefill_threads)
         ids = torch.from_numpy(np.ascontiguousarray(tokens)).to(self._device).long()
         first = self._position
         while self._position < end:
@@ -189,11 +189,12 @@ class TorchEngine:
         self._sampler = Sampler(sampling, context, decided, self._limits.vocab_size, self._device)
 
     @_inference
-    def step(self) -> Chunk:
+    def step(self, most: int = MAX_DRAFTS + 1) -> Chunk:
         sampler = self._sampler
         assert sampler is not None, "step needs a begin"
         self._use_threads(1)
         assert self._position >= 1, "step needs a token to continue from"
+        assert most >= 1, f"step decides at least one token, not {most}"
         if self._pending is None:
             last = self._state.hidden[len(self._waiting_tokens)].unsqueeze(0)
             verdict = judge(self._model.logits(last), (), sampler, self._position)
@@ -205,7 +206,9 @@ class TorchEngine:
                 f"position {self._position} is the end of a context of "
                 f"{self._limits.max_positions} tokens"
             )
-        drafts = self._draft(min(sampler.sampling.drafts, room - 1), sampler)
+        drafts = self._draft(min(sampler.sampling.drafts, room - 1, most - 1), sampler)
+        if not drafts and len(self._waiting_tokens) == MAX_ROWS - 1:
+            self._build_waiting_slots()  # make room for one more hidden state
         rows = [self._pending, *drafts]
         self._state.settle()
         self._live.written_from(self._position)
@@ -231,7 +234,8 @@ class TorchEngine:
 
     def _use_threads(self, count: int) -> None:
         """Prefill takes all threads that it was given. A decode step takes one: its operations are
-        so small that parallel regions cost more than they save (kernels/rows_matmul/cpu.py)."""
+        so small that parallel regions cost more than they save (kernels/rows_matmul/cpu.py).
+        torch's count is the process's: nobody else computes with torch here."""
         if self._device.type == "cpu" and torch.get_num_threads() != count:
             torch.set_num_threads(count)
 
@@ -245,6 +249,7 @@ class TorchEngine:
 
     def _settle(self) -> None:
         """Bring every deferred part of the state up to the position."""
+        self._use_threads(1)
         self._state.settle()
         self._build_waiting_slots()
 
@@ -289,8 +294,6 @@ class TorchEngine:
             return
         self._waiting_tokens.append(rows[0])
         state.hidden[len(self._waiting_tokens)] = hidden[0]
-        if len(self._waiting_tokens) == MAX_ROWS - 1:
-            self._build_waiting_slots()
 
 
 def _resolve(

@@ -184,8 +184,8 @@ class Engine(Protocol):
         """
         ...
 
-    def step(self) -> Chunk:
-        """Decide the next tokens. Needs `position >= 1` and a `begin`.
+    def step(self, most: int = MAX_DRAFTS + 1) -> Chunk:
+        """Decide the next tokens, `most` (>= 1) at the most. Needs `position >= 1` and a `begin`.
 
         The first step after `begin` samples one token from the state as it stands; later ones
         absorb the pending token and up to K accepted drafts. Raises `ContextLengthError` when

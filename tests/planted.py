@@ -1,0 +1,285 @@
+"""One violation of each invariant, planted on purpose, and the test that must then fail.
+
+A table, not a test: `tests/test_planted_violations.py` applies each entry to a copy of the sources.
+An entry whose text is no longer there fails too, so the table can't go stale unseen.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+IMPORT_CONTRACTS = "lint-imports"
+"""In place of a test: the import contracts of pyproject.toml."""
+
+
+@dataclass(frozen=True)
+class Edit:
+    file: str
+    """Below src/capserve."""
+    old: str
+    """Stands in the file exactly once."""
+    new: str
+
+
+@dataclass(frozen=True)
+class Planted:
+    invariant: str
+    """As ARCHITECTURE.md numbers it."""
+    violation: str
+    test: str
+    """Its node id below tests/, or `IMPORT_CONTRACTS`."""
+    edits: tuple[Edit, ...]
+
+
+PLANTED = (
+    Planted(
+        "I1",
+        "health asks the session registry itself, from the event loop",
+        "invariants/test_owner_and_order.py"
+        "::test_only_the_workers_thread_touches_engine_sessions_and_store",
+        (
+            Edit(
+                "serving/worker.py", '"sessions": seen.sessions', '"sessions": len(self._sessions)'
+            ),
+        ),
+    ),
+    Planted(
+        "I2",
+        "the sink hears of a chunk before the journal has it",
+        "invariants/test_owner_and_order.py"
+        "::test_a_chunk_is_in_the_journal_before_its_sink_hears_of_it",
+        (
+            Edit(
+                "serving/turn_run.py",
+                "            session.journal.append(chunk.tokens, SpanKind.DECODE)\n",
+                "",
+            ),
+            Edit(
+                "serving/turn_run.py",
+                "            self._deliver(delta)\n",
+                "            self._deliver(delta)\n"
+                "            session.journal.append(chunk.tokens, SpanKind.DECODE)\n",
+            ),
+        ),
+    ),
+    Planted(
+        "I3",
+        "a turn that is cancelled in the queue leaves it without a terminal event",
+        "unit/serving/test_worker_faults.py::test_a_turn_cancelled_in_the_queue_leaves_it_at_once",
+        (
+            Edit(
+                "serving/worker.py",
+                "            self._queue.remove(turn)\n        self._end(turn, Cancelled())\n",
+                "            self._queue.remove(turn)\n",
+            ),
+        ),
+    ),
+    Planted(
+        "I4",
+        "a reply that a stop string cut leaves its state hot: the state leads the transcript",
+        "unit/serving/test_worker_turns.py"
+        "::test_a_stop_string_ends_the_turn_and_leaves_no_session_hot",
+        (
+            Edit(
+                "serving/turn_run.py",
+                "if isinstance(ending, Done) and ending.clean:",
+                "if isinstance(ending, Done):",
+            ),
+        ),
+    ),
+    Planted(
+        "I4",
+        "a turn that is cancelled leaves the hot mark of the turn before",
+        "reuse/test_reuse_paths.py"
+        "::test_a_retry_after_a_cancelled_decode_says_what_the_first_would_have_said[greedy]",
+        (
+            Edit(
+                "serving/keeper.py",
+                "        self._sessions.clear_hot()\n        now = time.monotonic()\n",
+                "        now = time.monotonic()\n",
+            ),
+        ),
+    ),
+    Planted(
+        "I5",
+        "the wrong capsule is restored: one of the same length, with other tokens",
+        "reuse/test_reuse_paths.py"
+        "::test_a_talk_of_the_same_length_never_gets_the_others_state[greedy]",
+        (
+            Edit(
+                "serving/journal.py",
+                "        digests.append(fold.copy().digest())\n",
+                '        digests.append(b"%16d" % position)\n',
+            ),
+        ),
+    ),
+    Planted(
+        "I5",
+        "half of a capsule is restored: the KV, but not the recurrent state",
+        "reuse/test_reuse_paths.py::test_going_back_to_another_talk_restores_its_tip[sampled]",
+        (
+            Edit(
+                "engine/capsule.py",
+                "        state.recurrent.copy_(capsule.recurrent)\n",
+                "",
+            ),
+        ),
+    ),
+    Planted(
+        "I6",
+        "a first draft is accepted unseen",
+        "contract/test_engine_contract.py"
+        "::test_e5_the_tokens_do_not_depend_on_the_number_of_drafts",
+        (
+            Edit(
+                "engine/speculate.py",
+                "if i < len(drafts) and token != drafts[i]:",
+                "if 0 < i < len(drafts) and token != drafts[i]:",
+            ),
+        ),
+    ),
+    Planted(
+        "I7",
+        "one row is multiplied by another kernel than several",
+        "engine/test_exactness.py::test_a_row_of_a_matmul_has_the_same_bits_in_any_company",
+        (
+            Edit(
+                "engine/layers/linear.py",
+                "        wide = x.float()\n        if count > MAX_ROWS:\n",
+                "        wide = x.float()\n        if count > 1:\n",
+            ),
+        ),
+    ),
+    Planted(
+        "I8",
+        "the bytes of an evicted capsule stay on the account",
+        "unit/serving/test_capsules.py"
+        "::test_shared_parts_count_once_and_leave_with_their_last_capsule",
+        (Edit("serving/capsules.py", "                self._used_bytes -= nbytes\n", ""),),
+    ),
+    Planted(
+        "I8",
+        "a pin is evicted like any other capsule",
+        "unit/serving/test_worker_limits.py"
+        "::test_a_pin_outlives_a_store_that_is_full_and_its_own_session",
+        (
+            Edit(
+                "serving/capsules.py",
+                "            if not entry.pinned and key != self._protected:\n",
+                "            if key != self._protected:\n",
+            ),
+            Edit(
+                "serving/capsules.py",
+                "            if entry.pinned or key == self._protected:\n",
+                "            if key == self._protected:\n",
+            ),
+        ),
+    ),
+    Planted(
+        "I9",
+        "two API keys share what they call by the same name",
+        "http/test_http_auth.py::test_namespaces_never_cross_callers_fields_or_values",
+        (
+            Edit(
+                "api/auth.py",
+                'return f"{caller}{OWNER_SEPARATOR}{inside}"',
+                'return f"{OWNER_SEPARATOR}{inside}"',
+            ),
+        ),
+    ),
+    Planted(
+        "I9",
+        "a hot state is taken up in another namespace",
+        "unit/serving/test_worker_turns.py"
+        "::test_namespaces_never_share_state_and_the_reason_says_so",
+        (
+            Edit(
+                "serving/prefix.py",
+                "own = [journal for journal in journals if journal.namespace == namespace]",
+                "own = list(journals)",
+            ),
+            Edit(
+                "serving/prefix.py",
+                "if hot is None or hot.journal.namespace != namespace or hot.position == 0:",
+                "if hot is None or hot.position == 0:",
+            ),
+        ),
+    ),
+    Planted(
+        "I10",
+        "torch is imported in serving",
+        IMPORT_CONTRACTS,
+        (
+            Edit(
+                "serving/rates.py",
+                "from capserve.serving.prefix import Rates\n",
+                "import torch\n\nfrom capserve.serving.prefix import Rates\n",
+            ),
+        ),
+    ),
+    Planted(
+        "I10",
+        "the api reaches behind the engine's seam",
+        IMPORT_CONTRACTS,
+        (
+            Edit(
+                "api/state.py",
+                "from __future__ import annotations\n",
+                "from __future__ import annotations\n\n"
+                "from capserve.engine.runtime import TorchEngine  # noqa: F401\n",
+            ),
+        ),
+    ),
+    Planted(
+        "I11",
+        "requests are parsed, rendered and tokenized on the event loop",
+        "http/test_http_parts.py"
+        "::test_text_jobs_run_one_by_one_off_the_loop_and_a_full_line_refuses",
+        (
+            Edit(
+                "api/text_thread.py",
+                "        future = self._pool.submit(job)\n",
+                "        from concurrent.futures import Future\n\n"
+                "        future: Future[T] = Future()\n"
+                "        future.set_result(job())\n",
+            ),
+        ),
+    ),
+    Planted(
+        "I12",
+        "the MTP layer's KV is left out of the byte formula",
+        "engine/test_capsule.py::test_capsule_bytes_equal_the_formula",
+        (
+            Edit(
+                "engine/state.py",
+                "kv_layers = config.full_layers + config.mtp_layers",
+                "kv_layers = config.full_layers",
+            ),
+        ),
+    ),
+    Planted(
+        "I13",
+        "the plain reply loses all calls but those of the last delta",
+        "unit/serving/test_sinks.py::test_deltas_merge_into_what_they_add_up_to",
+        (
+            Edit(
+                "serving/sinks.py",
+                "tuple(call for delta in deltas for call in delta.tool_calls)",
+                "deltas[-1].tool_calls",
+            ),
+        ),
+    ),
+    Planted(
+        "I13",
+        "the plain reply shows the text without its last piece",
+        "http/test_http_fold.py"
+        "::test_stream_and_plain_are_the_same_message_for_200_replies_cut_at_every_byte",
+        (
+            Edit(
+                "api/sse.py",
+                'content = "".join(self._texts["content"])',
+                'content = "".join(self._texts["content"][:64])',
+            ),
+        ),
+    ),
+)

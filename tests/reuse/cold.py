@@ -1,0 +1,83 @@
+"""What would an engine that reuses nothing have said?
+
+The cold run resets, reads the whole prompt, samples with the same settings and without drafts. It
+is led along the hot output token by token, so that everything after a near tie is compared too.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from capserve.engine.kernels.philox.reference import gumbel
+from capserve.engine.runtime import TorchEngine
+from capserve.engine.seam import MAX_TOP_LOGPROBS, Capsule, Sampling, TokenArray, TokenLogprob
+from tests.reuse.ledger import MOST_DRIFT, NEAR_TIE, Ledger, NearTie
+
+
+class ColdRun:
+    """A second engine on the same checkpoint, for one thread."""
+
+    def __init__(self, engine: TorchEngine) -> None:
+        self._engine = engine
+        self._prompt: TokenArray = np.empty(0, dtype=np.int32)
+        self._sampling = Sampling()
+        self._said: list[int] = []
+
+    def start(self, prompt: TokenArray, sampling: Sampling) -> None:
+        """From nothing: read the whole prompt."""
+        # The end token is left out: it changes where a reply ends, never what is chosen.
+        self._sampling = replace(sampling, drafts=0, end_tokens=(), top_logprobs=MAX_TOP_LOGPROBS)
+        self._prompt, self._said = prompt, []
+        self._engine.reset()
+        self._engine.extend(prompt)
+        self._engine.begin(self._sampling, prompt)
+
+    def follow(
+        self, hot: Sequence[int], logprobs: Sequence[TokenLogprob], *, strict: bool
+    ) -> Ledger:
+        """Compare `hot`, the tokens that come next, with those of the cold run; and their log
+        probabilities, when there are any.
+
+        AssertionError when a token differs by more than a near tie, or, if `strict`, when any token
+        or log probability differs at all.
+        """
+        seen = Ledger(tokens=len(hot), logprobs=len(logprobs))
+        for token, known in itertools.zip_longest(hot, logprobs):
+            chunk = self._engine.step()
+            [chosen] = chunk.tokens
+            self._said.append(token)
+            if chosen == token:
+                if known is not None:
+                    seen.drift = max(seen.drift, abs(known.logprob - chunk.logprobs[0].logprob))
+                continue
+            index = len(self._said) - 1
+            margin = self._margin(chunk.logprobs[0], token, len(self._prompt) + index)
+            tie = NearTie(index, token, chosen, margin)
+            assert margin < NEAR_TIE, f"the cold run decides otherwise: {tie}"
+            assert not strict, f"no near tie is allowed here: {tie}"
+            seen.near_ties.append(tie)
+            said = np.array(self._said, dtype=np.int32)
+            self._engine.begin(self._sampling, self._prompt, said)
+        most = 0.0 if strict else MOST_DRIFT
+        assert seen.drift <= most, f"a log probability is off by {seen.drift}: a wrong state"
+        return seen
+
+    def snapshot(self) -> Capsule:
+        """The state now: all of the prompt and of what was followed but the last token."""
+        return self._engine.snapshot()
+
+    def _margin(self, chosen: TokenLogprob, other: int, position: int) -> float:
+        """Score of the cold run's choice minus that of `other`; infinite for no candidate."""
+        known = dict(chosen.top)
+        if other not in known:
+            return float("inf")
+        gap = chosen.logprob - known[other]
+        if self._sampling.temperature == 0:
+            return gap
+        noise = gumbel(torch.tensor([chosen.token, other]), position, self._sampling.seed)
+        return gap / self._sampling.temperature + float(noise[0] - noise[1])

@@ -1,0 +1,68 @@
+"""Engines for the reuse tests, and the line at the session's end that says what was compared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from capserve.engine.runtime import TorchEngine
+from capserve.nano import checkpoint_dir
+from tests.reuse.ledger import Ledger
+
+LEDGER = pytest.StashKey[Ledger]()
+
+MAX_MODEL_LEN = 4096
+
+Engines = Callable[[int, str], tuple[TorchEngine, TorchEngine]]
+"""(prefill chunk in tokens, dtype) -> a hot and a cold engine, the same pair each time."""
+
+
+@pytest.fixture(scope="session")
+def engines() -> Engines:
+    made: dict[tuple[int, str], tuple[TorchEngine, TorchEngine]] = {}
+
+    def load(chunk: int, dtype: str) -> TorchEngine:
+        return TorchEngine.load(
+            checkpoint_dir(),
+            dtype=dtype,
+            device="cpu",
+            max_model_len=MAX_MODEL_LEN,
+            prefill_chunk=chunk,
+            threads=1,
+        )
+
+    def pair(chunk: int, dtype: str = "float32") -> tuple[TorchEngine, TorchEngine]:
+        key = (chunk, dtype)
+        if key not in made:
+            made[key] = (load(chunk, dtype), load(chunk, dtype))
+        return made[key]
+
+    return pair
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    """Other tests may have set another number, and kernels may choose by it."""
+    torch.set_num_threads(1)
+
+
+@pytest.fixture
+def ledger(request: pytest.FixtureRequest) -> Iterator[Ledger]:
+    """What this test compares; it joins the session's account when the test ends."""
+    mine = Ledger()
+    yield mine
+    _account(request.config).add(mine)
+
+
+def _account(config: pytest.Config) -> Ledger:
+    return config.stash.setdefault(LEDGER, Ledger())
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    account = _account(terminalreporter.config)
+    if account.tokens:
+        terminalreporter.section("state reuse against cold runs")
+        for line in account.lines():
+            terminalreporter.write_line(line)

@@ -1,0 +1,65 @@
+"""What did the reuse tests compare, and how often did rounding decide a token?
+
+One ledger for a test session. It is printed at the session's end: a near tie is never hidden.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from capserve.serving.prefix import PrefixAction
+
+NEAR_TIE = 1e-4
+"""Score. States that were decoded and states that were prefilled differ by about 1e-6 in float32,
+so a margin above this can't be turned by rounding."""
+
+
+MOST_DRIFT = NEAR_TIE
+"""Log probability of one token, hot against cold, in float32. Tokens alone are a blunt measure: a
+confident model says the same on a wrong state. A wrong state is off by far more than this, and
+rounding by far less; the session's largest is printed."""
+
+
+@dataclass(frozen=True, slots=True)
+class NearTie:
+    """A token that differs where the cold run itself could hardly choose."""
+
+    index: int
+    """In the turn's output."""
+    hot: int
+    cold: int
+    margin: float
+
+
+@dataclass
+class Ledger:
+    tokens: int = 0
+    near_ties: list[NearTie] = field(default_factory=list)
+    logprobs: int = 0
+    """Tokens whose log probability was compared too."""
+    drift: float = 0.0
+    """Largest difference of a log probability."""
+    actions: Counter[PrefixAction] = field(default_factory=Counter)
+    cancelled: int = 0
+    states: int = 0
+    """States that were compared bit for bit with a cold run's."""
+
+    def add(self, other: Ledger) -> None:
+        self.tokens += other.tokens
+        self.near_ties += other.near_ties
+        self.logprobs += other.logprobs
+        self.drift = max(self.drift, other.drift)
+        self.actions += other.actions
+        self.cancelled += other.cancelled
+        self.states += other.states
+
+    def lines(self) -> list[str]:
+        turns = ", ".join(f"{action.value} {self.actions[action]}" for action in PrefixAction)
+        lines = [
+            f"near ties: {len(self.near_ties)} of {self.tokens} tokens compared",
+            f"log probabilities: {self.logprobs} compared, largest difference {self.drift:.1e}",
+            f"turns compared with a cold run: {turns}; cancelled {self.cancelled}",
+            f"states compared bit for bit: {self.states}",
+        ]
+        return lines + [f"  {tie}" for tie in self.near_ties]
