@@ -59,9 +59,9 @@ class Settings(BaseSettings):
     threads: Annotated[
         int | None, Flag("Model", "Threads of prefill on CPU. Default: one less than the cores.")
     ] = Field(None, ge=1)
-    seed: Annotated[int, Flag("Model", "Seed of requests that bring none.")] = Field(
-        0, ge=0, lt=2**64
-    )
+    seed: Annotated[
+        int | None, Flag("Model", "Seed of requests that bring none. Default: a fresh one each.")
+    ] = Field(None, ge=0, lt=2**64)
 
     # wire
     host: Annotated[str, Flag("Server", "Address to listen on.")] = "127.0.0.1"
@@ -72,8 +72,8 @@ class Settings(BaseSettings):
         Flag("Server", "Accepted key; may be repeated (comma-separated in the environment)."),
     ] = ()
     max_body_bytes: Annotated[
-        ByteSize, Flag("Server", "Largest request body, e.g. 32MiB.", name="max-body")
-    ] = Field(ByteSize(32 << 20), ge=1024)
+        ByteSize, Flag("Server", "Largest request body, e.g. 16MiB.", name="max-body")
+    ] = Field(ByteSize(16 << 20), ge=1024)
     heartbeat_s: Annotated[
         float, Flag("Server", "Seconds between comments in a silent stream.", name="heartbeat")
     ] = Field(5.0, gt=0, le=10)

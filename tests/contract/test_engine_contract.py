@@ -86,6 +86,28 @@ def test_e2_the_state_lags_the_decided_tokens_by_the_pending_one(
         assert engine.position == 65 + decided - 1
 
 
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_e2_a_step_decides_at_most_what_it_was_asked_for_and_loses_nothing(
+    engine: Engine, sampling: Sampling
+) -> None:
+    prompt = some_tokens(engine, 65)
+    drafts = most_drafts(engine)
+    expected = run_cold(engine, prompt, with_drafts(sampling, drafts), 24)
+    engine.reset()
+    engine.extend(prompt)
+    engine.begin(with_drafts(sampling, drafts), prompt)
+    said: list[int] = []
+    for turn in range(12):
+        most = 1 + turn % 3
+        chunk = engine.step(most)
+        said += chunk.tokens
+        assert 1 <= len(chunk.tokens) <= most
+        assert chunk.drafted < most
+        assert engine.position == 65 + len(said) - 1
+    said += decode(engine, 24)
+    assert said[:24] == expected
+
+
 def test_e2_extend_forgets_the_pending_token(engine: Engine) -> None:
     prompt = some_tokens(engine, 64)
     reply = run_cold(engine, prompt, GREEDY, 1)

@@ -78,6 +78,31 @@ def test_a_plain_reply_has_every_part_that_clients_read(served: Served):
     assert "prompt_token_ids" not in body
 
 
+def test_the_seed_that_was_used_is_shown_in_both_forms(served: Served):
+    given = served.post({**chat_body([user("seed")]), "seed": 7}).json()
+    assert given["capserve"]["seed"] == 7
+    _, chunks = served.events(chat_body([user("seed")]))
+    other = served.post(chat_body([user("seed")])).json()
+    assert 0 <= chunks[-1]["capserve"]["seed"] < 2**64
+    assert chunks[-1]["capserve"]["seed"] != other["capserve"]["seed"]
+
+
+def test_without_parallel_calls_the_reply_ends_after_its_first_call(
+    served: Served, replies: Replies
+):
+    call = CALL[CALL.index("<tool_call>") :]
+    replies.say["one at a time"] = f"{CALL}\n{call}\nand more"
+    request = {**chat_body([user("one at a time")]), "tools": [SHELL]}
+    for drafts in (0, 3):
+        body = served.post({**request, "parallel_tool_calls": False, "flashrt_K": drafts}).json()
+        [choice] = body["choices"]
+        assert choice["message"]["content"] == "Let me see."
+        assert len(choice["message"]["tool_calls"]) == 1
+        assert choice["finish_reason"] == "tool_calls"
+    both = served.post(request).json()
+    assert len(both["choices"][0]["message"]["tool_calls"]) == 2
+
+
 @pytest.mark.parametrize("bad", ["", "has space", "x" * 129, "(paren)"])
 def test_a_request_id_that_is_no_id_is_replaced_by_ours(served: Served, bad):
     response = served.http.get("/health", headers={"x-request-id": bad})

@@ -182,7 +182,8 @@ def test_a_large_body_does_not_freeze_health():
                 assert client.get("/health").status_code == 200
                 waits_s.append(time.perf_counter() - began)
 
-    with serving(fake_engine()) as served:
+    # A context for which the text is not too long by its characters, only by its tokens.
+    with serving(fake_engine(max_positions=1_300_000)) as served:
         poller = threading.Thread(target=poll, args=(served.url,))
         poller.start()
         text = "The quick brown fox, 42 jumps; über den Zaun.\n" * (5_000_000 // 46)
@@ -212,7 +213,10 @@ def test_a_failure_after_the_headers_is_an_error_event_and_no_done():
         with served.stream("fail") as response:
             assert response.status_code == 200
             lines = [line for line in response.iter_lines() if line.startswith("data: ")]
-        assert json.loads(lines[-1][6:])["error"]["code"] == "engine_error"
+        last = json.loads(lines[-1][6:])
+        assert last["error"]["code"] == "engine_error"
+        assert last["capserve"]["terminal_state"] == "error"
+        assert last["capserve"]["prompt_tokens"] > 0
         assert "data: [DONE]" not in lines
         served.wait_ready()
         answered(served)

@@ -14,10 +14,13 @@ from harness import WAIT_S, fake_engine, serving
 from starlette.requests import Request
 
 from capserve.api.body import HELD_BODIES, Bodies
+from capserve.api.schemas import ChatRequest
 from capserve.api.sse import HEARTBEAT, ChatChunks, ReplyHead
-from capserve.api.state import SamplingDefaults
+from capserve.api.state import ModelInfo, SamplingDefaults
 from capserve.api.stream import Departure, EventStream
 from capserve.api.text_thread import TextThread
+from capserve.api.translate import output_spec, sampling
+from capserve.api.validation import validated
 from capserve.errors import QueueFullError, StartupError, UnavailableError
 from capserve.serving.lifecycle import FinishReason
 from capserve.serving.metrics import TurnMetrics
@@ -147,8 +150,70 @@ def test_sampling_defaults_are_the_checkpoints_own():
     assert read(sampled) == SamplingDefaults(temperature=0.6, top_k=20, top_p=0.95)
     assert read({**sampled, "do_sample": False}).temperature == 0.0
     assert read({"max_new_tokens": 9}) == SamplingDefaults(temperature=0.0, max_new_tokens=9)
-    with pytest.raises(StartupError, match="temperature"):
-        read({"do_sample": True, "temperature": "warm"})
+    assert read({"do_sample": True, "temperature": 1, "top_k": -1, "eos_token_id": [1]}) == (
+        SamplingDefaults(temperature=1, top_k=-1)
+    )
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "shown"),
+    [
+        ("temperature", "warm", "'warm'"),
+        ("temperature", -1, "-1"),
+        ("temperature", True, "true"),
+        ("top_p", 0, "0"),
+        ("top_p", 1.1, "1.1"),
+        ("top_k", 20.0, "20.0"),
+        ("top_k", False, "false"),
+        ("min_p", float("nan"), "NaN"),
+        ("repetition_penalty", 0, "0"),
+        ("repetition_penalty", 1e9, "1000000000.0"),
+        ("max_new_tokens", 0, "0"),
+        ("do_sample", "yes", "'yes'"),
+    ],
+)
+def test_a_default_that_no_request_could_have_stops_the_start(key, value, shown):
+    with pytest.raises(StartupError) as refused:
+        SamplingDefaults.from_generation_config({key: value})
+    assert "generation_config.json" in refused.value.message
+    assert key in refused.value.message
+    assert shown in refused.value.message
+
+
+def model(**fields):
+    numbers = {"max_model_len": 64, "vocab_size": 8, "max_drafts": 0, "default_drafts": 0}
+    return ModelInfo(served_names=("m",), end_tokens=(1,), **numbers, **fields)
+
+
+def asked(**fields):
+    return validated(ChatRequest, {"messages": [{"role": "user", "content": "q"}], **fields})
+
+
+def test_a_temperature_too_small_to_divide_by_is_greedy():
+    for value, seen in ((0, 0.0), (9.9e-6, 0.0), (1e-5, 1e-5), (0.5, 0.5)):
+        assert sampling(asked(temperature=value), model()).temperature == seen
+    assert sampling(asked(), model(defaults=SamplingDefaults(temperature=1e-9))).temperature == 0
+
+
+def test_a_request_without_a_seed_gets_a_fresh_one_unless_the_server_has_one():
+    seeds = {sampling(asked(), model()).seed for _ in range(20)}
+    assert len(seeds) == 20
+    assert all(0 <= seed < 2**64 for seed in seeds)
+    assert sampling(asked(), model(seed=0)).seed == 0
+    assert sampling(asked(seed=5), model(seed=9)).seed == 5
+    assert sampling(asked(seed=-1), model()).seed == 2**64 - 1
+
+
+def test_no_parallel_calls_means_one_call_where_there_are_tools():
+    tools = ({"type": "function", "function": {"name": "f"}},)
+    for fields, offered, most in (
+        ({"parallel_tool_calls": False}, tools, 1),
+        ({"parallel_tool_calls": False}, (), None),
+        ({"parallel_tool_calls": False, "tool_choice": "none"}, tools, None),
+        ({"parallel_tool_calls": True}, tools, None),
+        ({}, tools, None),
+    ):
+        assert output_spec(asked(**fields), offered, False).max_calls == most
 
 
 def test_recorded_requests_of_real_agent_clients_are_accepted():

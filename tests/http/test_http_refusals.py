@@ -8,13 +8,19 @@ import json
 import httpx
 import pytest
 from harness import NAME, Served, chat_body, fake_engine, serving
+from pydantic import ValidationError
+
+from capserve.api.schemas import MAX_BIASES, MAX_MESSAGES, MAX_TOOLS, ChatRequest
+from capserve.api.strict_json import MAX_SECOND_LOOK_BYTES, parse_object
+from capserve.api.validation import validated
+from capserve.errors import InvalidRequestError
 
 HELLO = [{"role": "user", "content": "hello"}]
 
 
 @pytest.fixture(scope="module")
 def served():
-    with serving(fake_engine(), max_body_bytes=1 << 20) as running:
+    with serving(fake_engine(), max_body_bytes=4 << 20) as running:
         yield running
 
 
@@ -41,8 +47,8 @@ FIELDS = [
     ({"top_k": -2}, "top_k", ["-1", "-2"]),
     ({"top_k": 2.5}, "top_k", ["integer", "2.5"]),
     ({"min_p": 2}, "min_p", ["1", "2"]),
-    ({"repetition_penalty": 0}, "repetition_penalty", ["0"]),
-    ({"repetition_penalty": 11}, "repetition_penalty", ["10", "11"]),
+    ({"repetition_penalty": 0.009}, "repetition_penalty", ["0.01", "0.009"]),
+    ({"repetition_penalty": 101}, "repetition_penalty", ["100", "101"]),
     ({"presence_penalty": 2.1}, "presence_penalty", ["2", "2.1"]),
     ({"frequency_penalty": -3}, "frequency_penalty", ["-2", "-3"]),
     ({"max_tokens": 0}, "max_tokens", ["1", "0"]),
@@ -58,6 +64,14 @@ FIELDS = [
     ({"logit_bias": {"8192": 1}}, "logit_bias", ["'8192'", "8191"]),
     ({"logit_bias": {"-1": 1}}, "logit_bias", ["'-1'", "8191"]),
     ({"logit_bias": {"9" * 5000: 1}}, "logit_bias", ["8191"]),
+    (
+        {"logit_bias": dict.fromkeys(map(str, range(MAX_BIASES + 1)))},
+        "logit_bias",
+        [str(MAX_BIASES), str(MAX_BIASES + 1)],
+    ),
+    ({"messages": [0] * (MAX_MESSAGES + 1)}, "messages", [str(MAX_MESSAGES), "100001"]),
+    ({"tools": [0] * (MAX_TOOLS + 1)}, "tools", [str(MAX_TOOLS), "10001"]),
+    (assistant(tool_calls=[0] * 10_001), "messages[1].tool_calls", ["10000", "10001"]),
     ({"logit_bias": [1]}, "logit_bias", ["object", "array"]),
     ({"logprobs": 5}, "logprobs", ["boolean", "5"]),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", ["20", "21"]),
@@ -185,6 +199,36 @@ def test_a_body_that_is_no_json_object_is_a_400(served: Served, raw, param):
     response = served.post_raw(raw)
     assert response.status_code == 400, response.text
     assert refusal(response)["param"] == param
+
+
+def test_a_large_body_is_not_read_a_second_time_to_name_a_field():
+    for filler, param in ((0, "x"), (MAX_SECOND_LOOK_BYTES, None)):
+        with pytest.raises(InvalidRequestError) as refused:
+            parse_object(b'{"x": NaN, "y": "' + b"a" * filler + b'"}')
+        assert refused.value.param == param
+
+
+def test_of_many_wrong_messages_only_the_first_becomes_an_error(monkeypatch):
+    seen = []
+    read = ValidationError.errors
+    monkeypatch.setattr(
+        "capserve.api.validation.ValidationError.errors",
+        lambda *args, **kwargs: seen.append(read(*args, **kwargs)) or seen[-1],
+        raising=True,
+    )
+    with pytest.raises(InvalidRequestError, match=r"messages\[0\]"):
+        validated(ChatRequest, {"messages": [[]] * 5000, "tools": [[]] * 5000})
+    assert [len(errors) for errors in seen] == [2]
+
+
+def test_a_refusal_before_the_queue_leaves_a_record_under_its_id(served: Served, caplog):
+    caplog.set_level("INFO", logger="capserve.turns")
+    before = served.state.metrics.health()["by_state"].get("rejected", 0)
+    context = served.state.model.max_model_len
+    long = chat_body([{"role": "user", "content": "word " * 2 * context}])
+    assert served.post(long, headers={"x-request-id": "too-long-1"}).status_code == 400
+    assert served.state.metrics.health()["by_state"]["rejected"] == before + 1
+    assert any("too-long-1 rejected" in record.getMessage() for record in caplog.records)
 
 
 @pytest.mark.parametrize("depth", [100, 500, 900, 1000, 1020])

@@ -20,6 +20,7 @@ import numpy as np
 from capserve.engine.capsule import TorchCapsule
 from capserve.engine.runtime import TorchEngine
 from capserve.engine.seam import (
+    MAX_DRAFTS,
     Capsule,
     Chunk,
     EngineLimits,
@@ -114,9 +115,9 @@ class Wire:
         self._enter("begin")
         self.engine.begin(sampling, context, output)
 
-    def step(self) -> Chunk:
+    def step(self, most: int = MAX_DRAFTS + 1) -> Chunk:
         self._enter("step")
-        return self.engine.step()
+        return self.engine.step(most)
 
     def snapshot(self) -> Capsule:
         self._enter("snapshot")

@@ -61,7 +61,8 @@ def namespace(caller: str, prompt_cache_key: str | None, cache_salt: str | None)
     if prompt_cache_key:
         inside = _digest("prompt_cache_key", prompt_cache_key)
     elif cache_salt:
-        inside = _digest("cache_salt", cache_salt)
+        # A salt is a wall: with an owner of its own, not even a miss reason looks past it.
+        return f"{_digest(caller, 'cache_salt', cache_salt)}{OWNER_SEPARATOR}salt"
     else:
         inside = "default"
     return f"{caller}{OWNER_SEPARATOR}{inside}"

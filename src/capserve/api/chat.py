@@ -19,6 +19,7 @@ from starlette.responses import Response
 from capserve.api import translate
 from capserve.api.auth import namespace
 from capserve.api.body import Bodies
+from capserve.api.errors import ClientGoneError
 from capserve.api.middleware import caller_of, request_id_of
 from capserve.api.responses import json_response
 from capserve.api.schemas import ChatRequest
@@ -28,7 +29,8 @@ from capserve.api.stream import Departure, EventStream
 from capserve.api.strict_json import parse_object
 from capserve.api.text_thread import TextThread
 from capserve.api.validation import validated
-from capserve.errors import InvalidRequestError
+from capserve.errors import CapserveError, InvalidRequestError
+from capserve.serving.metrics import rejected_before_submit
 from capserve.serving.sinks import FutureSink, StreamSink
 from capserve.serving.turn import CancelToken, Delta, Failed, Finished, TurnRequest, WorkItem
 
@@ -70,7 +72,7 @@ def _prepare(
     translate.refuse_hopeless(conversation, state.tokenizer, state.model)
     chain = state.prompts.chain(conversation)
     record = state.transcripts.longest(space, chain)
-    prompt = state.prompts.build(conversation, record, chain)
+    prompt = state.prompts.build(conversation, record, chain, state.model.max_model_len)
 
     room = translate.output_room(request, len(prompt.tokens), state.model, state.limits)
     turn = TurnRequest(
@@ -93,6 +95,7 @@ def _prepare(
         logprobs=bool(request.logprobs),
         token_ids=shows_ids,
         prompt_token_ids=tuple(prompt.tokens.tolist()) if shows_ids else (),
+        seed=sampling.seed,
         notes=prompt.notes,
     )
     return turn, head, bool(request.stream)
@@ -111,8 +114,11 @@ def router(state: ServerState, bodies: Bodies, text: TextThread) -> APIRouter:
             try:
                 job = text.run(lambda: prepare(state, body, request_id, caller))
                 ready = await departure.or_result(job)
-            except BaseException:
+            except BaseException as error:
                 departure.close()
+                if isinstance(error, CapserveError) and not isinstance(error, ClientGoneError):
+                    elapsed_ms = (time.monotonic() - arrived_at) * 1000
+                    state.metrics.record(rejected_before_submit(request_id, elapsed_ms))
                 raise
         if ready.stream:
             return _streamed(state, ready, arrived_at, departure)

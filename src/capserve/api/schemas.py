@@ -10,12 +10,18 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field
 from pydantic_core import PydanticCustomError
 
 from capserve.api.strict_json import type_name
 from capserve.engine.seam import MAX_TOP_LOGPROBS
 
+MAX_MESSAGES = 100_000
+MAX_TOOLS = 10_000
+MAX_CALLS = 10_000
+"""Of one message."""
+MAX_BIASES = 300_000
+"""As many as a large vocabulary has tokens."""
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
 """Text is held back while it could begin a stop string: this bounds how much."""
@@ -146,6 +152,17 @@ def _one(value: object) -> object:
     )
 
 
+def _at_most(most: int) -> BeforeValidator:
+    """Counts before a value is looked into: each item costs an object, or an error, of its own."""
+
+    def check(value: object) -> object:
+        if isinstance(value, list | dict) and len(value) > most:
+            raise refuse(f"must have at most {most} items, got {len(value)}")
+        return value
+
+    return BeforeValidator(check)
+
+
 Content = Annotated[str, BeforeValidator(join_text)]
 
 
@@ -181,7 +198,7 @@ class AssistantMessage(Wire):
     reasoning_content: str | None = None
     reasoning: str | None = None
     """The same under the name that some clients send; `reasoning_content` wins."""
-    tool_calls: list[Call] | None = None
+    tool_calls: Annotated[list[Call] | None, FailFast(), _at_most(MAX_CALLS)] = None
 
 
 class ToolMessage(Wire):
@@ -214,15 +231,35 @@ class StreamOptions(Wire):
     include_usage: bool | None = None
 
 
-class ChatRequest(Wire):
+class SamplingFields(Wire):
+    """What a request may set, and a checkpoint's `generation_config.json` by default."""
+
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=-1)
+    """0 and -1 keep all."""
+    min_p: float | None = Field(None, ge=0, le=1)
+    repetition_penalty: float | None = Field(None, ge=0.01, le=100)
+    """Nearer to 0 the scores it divides leave float32."""
+
+
+class GenerationConfig(SamplingFields):
+    """A checkpoint's `generation_config.json`."""
+
+    do_sample: bool | None = None
+    max_new_tokens: int | None = Field(None, ge=1)
+
+
+class ChatRequest(SamplingFields):
     """`POST /v1/chat/completions`."""
 
     model: str | None = None
     """None is the served model: local clients often leave it out."""
-    messages: list[ChatMessage] = Field(min_length=1)
-    tools: list[Tool] | None = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1), FailFast(), _at_most(MAX_MESSAGES)]
+    tools: Annotated[list[Tool] | None, FailFast(), _at_most(MAX_TOOLS)] = None
     tool_choice: Annotated[Literal["auto", "none"] | None, BeforeValidator(_tool_choice)] = None
     parallel_tool_calls: bool | None = None
+    """False ends the reply after its first call."""
 
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -232,15 +269,11 @@ class ChatRequest(Wire):
     stop: Annotated[tuple[str, ...], BeforeValidator(_stops)] = ()
     n: Annotated[int, BeforeValidator(_one)] = 1
 
-    temperature: float | None = Field(None, ge=0, le=2)
-    top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=-1)
-    """0 and -1 keep all."""
-    min_p: float | None = Field(None, ge=0, le=1)
-    repetition_penalty: float | None = Field(None, gt=0, le=10)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    logit_bias: Annotated[
+        dict[str, Annotated[float, Field(ge=-100, le=100)]] | None, _at_most(MAX_BIASES)
+    ] = None
     seed: int | None = Field(None, ge=-(2**63), le=2**64 - 1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)

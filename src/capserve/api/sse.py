@@ -13,8 +13,9 @@ from typing import Any
 
 import orjson
 
+from capserve.api.errors import error_body
 from capserve.engine.seam import TokenLogprob
-from capserve.serving.turn import Delta, Finished
+from capserve.serving.turn import Delta, Failed, Finished
 
 Json = dict[str, Any]
 
@@ -44,6 +45,8 @@ class ReplyHead:
     token_ids: bool = False
     prompt_token_ids: tuple[int, ...] = ()
     """Sent with the first chunk when `token_ids` is set."""
+    seed: int = 0
+    """Of the sampling, the client's or ours: shown with the metrics."""
     notes: tuple[str, ...] = ()
     """What was changed in the request before it was rendered: shown with the metrics."""
 
@@ -84,10 +87,18 @@ class ChatChunks:
         """The finish chunk, with the turn's metrics, and the usage chunk if it was asked for."""
         yield from self._open()
         last = self._chunk({}, finish_reason=event.reason.value)
-        last["capserve"] = event.metrics.as_dict() | {"notes": list(self._head.notes)}
+        last["capserve"] = self._metrics(event)
         yield last
         if self._head.include_usage:
             yield self._frame([]) | {"usage": usage(event)}
+
+    def failed(self, event: Failed) -> Json:
+        """The error event: the error body, with what the turn cost until then."""
+        return error_body(event.error) | {"capserve": self._metrics(event)}
+
+    def _metrics(self, event: Finished | Failed) -> Json:
+        extras: Json = {"seed": self._head.seed, "notes": list(self._head.notes)}
+        return event.metrics.as_dict() | extras
 
     def _open(self) -> Iterator[Json]:
         if self._opened:

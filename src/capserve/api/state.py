@@ -13,7 +13,9 @@ from hashlib import blake2b
 from typing import Any, Protocol
 
 from capserve import __version__
-from capserve.errors import StartupError
+from capserve.api.schemas import GenerationConfig
+from capserve.api.validation import validated
+from capserve.errors import InvalidRequestError, StartupError
 from capserve.serving.limits import Limits
 from capserve.serving.metrics import MetricsLog
 from capserve.serving.transcripts import Transcripts
@@ -50,20 +52,16 @@ class SamplingDefaults:
     def from_generation_config(cls, config: Mapping[str, Any]) -> SamplingDefaults:
         """Read a checkpoint's `generation_config.json`; `do_sample: false` means temperature 0.
 
-        Raises `StartupError` for a value that is not a number.
+        Raises `StartupError`, naming key and value, for one that no request could have either.
         """
-        known = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens")
-        given: dict[str, Any] = {}
-        for name in known:
-            value = config.get(name)
-            if value is None:
-                continue
-            if isinstance(value, bool) or not isinstance(value, int | float):
-                raise StartupError(f"generation_config.json: {name} is {value!r}, not a number.")
-            given[name] = value
+        try:
+            known = validated(GenerationConfig, dict(config))
+        except InvalidRequestError as error:
+            raise StartupError(f"generation_config.json: {error.message}") from None
+        given = known.model_dump(exclude={"do_sample"}, exclude_none=True)
         defaults = cls(**given)
         # The absent flag counts as false: that is what the file format says.
-        return defaults if config.get("do_sample") else replace(defaults, temperature=0.0)
+        return defaults if known.do_sample else replace(defaults, temperature=0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +78,8 @@ class ModelInfo:
     """K of requests that bring no `flashrt_K`."""
     end_tokens: tuple[int, ...]
     defaults: SamplingDefaults = SamplingDefaults()
-    seed: int = 0
-    """Seed of requests that bring none."""
+    seed: int | None = None
+    """Seed of requests that bring none; None gives each a fresh one."""
     created: int = field(default_factory=lambda: int(time.time()))
     """Unix seconds."""
 

@@ -149,7 +149,7 @@ class EventStream(Response):
                     await write(data + DONE, more=False)
                     return
                 case Failed():
-                    await write(encode(error_body(event.error)), more=False)
+                    await write(encode(self._chunks.failed(event)), more=False)
                     return
                 case None:
                     pass

@@ -7,6 +7,7 @@ vocabulary, K, context) is checked here, with both numbers in the refusal.
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -29,6 +30,9 @@ from capserve.text.output import OutputSpec
 from capserve.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
+
+LEAST_TEMPERATURE = 1e-5
+"""Below it a choice is greedy: scores over such a temperature lose what tells them apart."""
 
 
 def conversation(request: ChatRequest, body: Mapping[str, Any]) -> Conversation:
@@ -82,7 +86,8 @@ def output_spec(
     turns around it, but the reply has no calls: markup, should the model write some, is content.
     """
     readable = () if request.tool_choice == "none" else tools
-    return OutputSpec(readable, request.stop, in_reasoning)
+    max_calls = 1 if readable and request.parallel_tool_calls is False else None
+    return OutputSpec(readable, request.stop, in_reasoning, max_calls)
 
 
 def served_name(request: ChatRequest, model: ModelInfo) -> str:
@@ -111,9 +116,12 @@ def sampling(request: ChatRequest, model: ModelInfo) -> Sampling:
             param="flashrt_K",
         )
     defaults = model.defaults
+    temperature = _first(request.temperature, defaults.temperature)
     seed = _first(request.seed, model.seed)
+    if seed is None:
+        seed = secrets.randbits(53)
     return Sampling(
-        temperature=_first(request.temperature, defaults.temperature),
+        temperature=0.0 if temperature < LEAST_TEMPERATURE else temperature,
         top_k=max(0, _first(request.top_k, defaults.top_k)),
         top_p=_first(request.top_p, defaults.top_p),
         min_p=_first(request.min_p, defaults.min_p),

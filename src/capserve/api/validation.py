@@ -32,6 +32,7 @@ _TYPES = {
     "int_type": "an integer",
     "int_from_float": "an integer",
     "float_type": "a number",
+    "finite_number": "a finite number",
     "bool_type": "a boolean",
     "string_type": "a string",
     "list_type": "an array",

@@ -8,6 +8,7 @@ line is a turn.
 from __future__ import annotations
 
 import contextlib
+import io
 import sys
 from collections.abc import Iterator
 
@@ -42,6 +43,9 @@ def run_chat(
 
 def questions(console: Console) -> Iterator[str]:
     """Lines that the person types, or that come through a pipe, until the input ends."""
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        # Bytes that are no text would else end the chat, here or when the request is encoded.
+        sys.stdin.reconfigure(errors="replace")
     if not sys.stdin.isatty():
         for line in sys.stdin:
             console.print(f"> {line.rstrip()}", markup=False)

@@ -74,7 +74,7 @@ class ChatClient:
         self._http = httpx2.Client(
             base_url=url.rstrip("/"), headers=headers, timeout=TIMEOUT, transport=transport
         )
-        self._head = [{"role": "system", "content": system}] if system else []
+        self._head = [{"role": "system", "content": _text(system)}] if system else []
         self._thinking = thinking
         self.messages: list[dict[str, Any]] = list(self._head)
         self.report: TurnReport | None = None
@@ -111,7 +111,7 @@ class ChatClient:
         The history grows only by a finished turn: after a ChatError, or when the caller stops
         early and closes the iterator, it is what it was.
         """
-        question = {"role": "user", "content": text}
+        question = {"role": "user", "content": _text(text)}
         said: dict[bool, list[str]] = {False: [], True: []}
         usage: dict[str, Any] = {}
         metrics: dict[str, Any] = {}
@@ -158,6 +158,11 @@ class ChatClient:
                     yield chunk
         except httpx2.HTTPError as error:
             raise ChatError(f"the connection failed: {error}") from None
+
+
+def _text(given: str) -> str:
+    """`given` without what UTF-8 can't carry: bytes of a command line that are no text."""
+    return given.encode("utf-8", "replace").decode("utf-8")
 
 
 def _said(response: httpx2.Response) -> str:

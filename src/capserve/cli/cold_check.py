@@ -2,10 +2,10 @@
 
 Each reply is generated once more by a second engine that reuses nothing: reset, read the whole
 prompt, sample the same way. The tokens must be the same. Where they are not, the cold engine's own
-margin between its two best tokens decides: below `NEAR_TIE` rounding may turn the choice, and the
-case is counted and shown; above it the reuse was wrong. And since a server that takes parts of a
-prompt from its own records could lose one, and answer the rest consistently, the prompt must hold
-every text that the client sent.
+margin between the two tokens decides: below `NEAR_TIE` rounding may turn the choice, and the case
+is counted and shown; above it the reuse was wrong. And since a server that takes parts of a prompt
+from its own records could lose one, and answer the rest consistently, the prompt must hold every
+text that the client sent.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from enum import StrEnum
 
 import numpy as np
 
-from capserve.engine.seam import Engine, Sampling
+from capserve.engine.margin import margin
+from capserve.engine.seam import MAX_TOP_LOGPROBS, Engine, Sampling
 
 NEAR_TIE = 1e-4
-"""Log probability. States that were decoded and states that were prefilled differ by about 1e-6."""
+"""Of scores. States that were decoded and states that were prefilled differ by about 1e-6."""
 
 
 class Outcome(StrEnum):
@@ -36,7 +37,8 @@ class Verdict:
     at: int | None = None
     """Index in the output of the first token that differs."""
     margin: float | None = None
-    """The cold engine's log probability of its best token there, minus that of its second best."""
+    """The cold engine's score of its own token there minus that of the served one; infinite when
+    the served one is not among its most likely."""
     lost: str | None = None
 
 
@@ -59,16 +61,16 @@ def check(
     tokens = np.asarray(prompt, dtype=np.int32)
     engine.reset()
     engine.extend(tokens)
-    engine.begin(replace(sampling, top_logprobs=2), tokens)
+    engine.begin(replace(sampling, top_logprobs=MAX_TOP_LOGPROBS), tokens)
     at = 0
     while at < len(output):
         chunk = engine.step()
         for i, token in enumerate(chunk.tokens[: len(output) - at]):
             if token != output[at + i]:
-                (_, best), (_, second) = chunk.logprobs[i].top
-                margin = best - second
-                near = margin < NEAR_TIE
-                return Verdict(Outcome.NEAR_TIE if near else Outcome.DIFFERS, at + i, margin)
+                index = at + i
+                apart = margin(chunk.logprobs[i], output[index], len(prompt) + index, sampling)
+                near = apart < NEAR_TIE
+                return Verdict(Outcome.NEAR_TIE if near else Outcome.DIFFERS, index, apart)
         at += len(chunk.tokens)
         if chunk.stop is not None and at < len(output):
             return Verdict(Outcome.DIFFERS, at, None)

@@ -8,6 +8,7 @@ against a cold run. Exit code 0: something was reused, and every reply was the o
 from __future__ import annotations
 
 import json
+import math
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +21,7 @@ from capserve.cli.cold_check import Outcome, Verdict, check, lost_text
 from capserve.cli.compose import Running, load_engine, serving
 from capserve.cli.workbench import TOOLS, Workbench
 from capserve.config import Settings
-from capserve.engine.seam import Engine, Sampling
+from capserve.engine.seam import MAX_TOP_LOGPROBS, Engine, Sampling
 from capserve.errors import StartupError
 from capserve.text.tokenizer import Tokenizer
 
@@ -203,7 +204,12 @@ def _explain(verdict: Verdict) -> str:
         return f"the prompt lacks a text that was sent: {verdict.lost[:60]!r}"
     if verdict.margin is None:
         return f"the cold run ends at token {verdict.at}, the reply goes on"
+    if math.isinf(verdict.margin):
+        return (
+            f"{verdict.outcome} at token {verdict.at}, where the reply's token is not among the "
+            f"cold run's {MAX_TOP_LOGPROBS} most likely"
+        )
     return (
-        f"{verdict.outcome} at token {verdict.at}, where the cold run's best two tokens are "
-        f"{verdict.margin:.2e} apart"
+        f"{verdict.outcome} at token {verdict.at}, where the cold run scores its own token "
+        f"{verdict.margin:.2e} above the reply's"
     )

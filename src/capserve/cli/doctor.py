@@ -1,7 +1,7 @@
 """Would a server start here, and what would it run on?
 
-A list of checks, each with the numbers behind it: versions, processor, memory, the model and if
-it fits, the port. Printed as a table, or as one JSON object for a bug report.
+A list of checks, each with the numbers behind it: versions, processor, memory, the model, its text
+files and if it fits, the port. Printed as a table, or as one JSON object for a bug report.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from enum import StrEnum
+from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
@@ -111,12 +112,38 @@ def _model(settings: Settings) -> Iterator[Check]:
 
     try:
         path, name = resolve_model(settings.model)
-        yield Check("model", Verdict.OK, f"{name} in {path}")
-        plan = memory_plan(settings, path)
     except CapserveError as error:
         yield Check("model", Verdict.BAD, error.message)
         return
+    yield Check("model", Verdict.OK, f"{name} in {path}")
+    yield _text(settings, path)
+    try:
+        plan = memory_plan(settings, path)
+    except CapserveError as error:
+        yield Check("model fit", Verdict.BAD, error.message)
+        return
     yield Check("model fit", Verdict.OK if plan.fits else Verdict.BAD, plan_line(plan))
+
+
+def _text(settings: Settings, path: Path) -> Check:
+    """Everything of the checkpoint that a server reads besides the network itself."""
+    from capserve.api.state import SamplingDefaults
+    from capserve.cli.compose import _end_tokens, read_generation_config
+    from capserve.text.prompt import PromptBuilder
+    from capserve.text.template import ChatTemplate
+    from capserve.text.tokenizer import Tokenizer
+
+    override = None if settings.chat_template is None else Path(settings.chat_template)
+    try:
+        tokenizer = Tokenizer.from_dir(path)
+        prompts = PromptBuilder(tokenizer, ChatTemplate.from_dir(path, override))
+        generation = read_generation_config(path)
+        ends = _end_tokens(generation, prompts, tokenizer)
+        SamplingDefaults.from_generation_config(generation)
+    except CapserveError as error:
+        return Check("model text", Verdict.BAD, error.message)
+    detail = f"{tokenizer.vocab_size:,} tokens, a chat template, end tokens {list(ends)}"
+    return Check("model text", Verdict.OK, detail)
 
 
 def _port(settings: Settings) -> Check:

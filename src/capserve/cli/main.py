@@ -64,7 +64,9 @@ def chat(
     url: Annotated[
         str | None, typer.Option(help="A running server, e.g. http://127.0.0.1:8000/v1.")
     ] = None,
-    key: Annotated[str | None, typer.Option(help="API key of that server.")] = None,
+    key: Annotated[
+        str | None, typer.Option("--api-key", "--key", help="API key of that server.")
+    ] = None,
     system: Annotated[str | None, typer.Option(help="System prompt.")] = None,
     thinking: Annotated[bool, typer.Option(help="Let the model reason before it answers.")] = True,
 ) -> None:

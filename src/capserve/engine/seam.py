@@ -13,8 +13,9 @@ No generator, lock or callback crosses this file; abilities are values in `Engin
   E5  The token at position p is a function of the target's logits and of (seed, p) alone. It does
       not depend on the number of drafts, on what was accepted before, or on capsules.
   E6  A sampled end token ends the chunk (`stop` names it) and is not absorbed.
-  E7  A call that raises `CapserveError` before it started leaves the state as it was. After any
-      other exception the state is undefined until `reset` or `restore`.
+  E7  A call that raises `CapserveError` before it started leaves the state as it was, and so does a
+      `snapshot` that finds no memory. After any other exception the state is undefined until
+      `reset` or `restore`.
   E8  A capsule is immutable, survives any later call, and may be restored many times.
   E9  `limits.small_state_bytes` and `limits.kv_bytes_per_token` equal the bytes measured.
 """

@@ -2,17 +2,19 @@
 
 A store of capsules in host memory under one byte budget. A capsule is named by its content
 (namespace, position, digest of the tokens before it). Capsules share parts, so bytes are counted
-once per live part, by reference counts. Unpinned capsules leave in the order of last use; a pin and
-the protected one (the running or hot session's newest) never do. What can't fit is refused with a
-reason, and what left is remembered for a while, so that a later miss can say why.
+once per live part, by reference counts. Unpinned capsules leave in the order of last use, for room
+or after a time without use; a pin and the protected one (the running or hot session's newest) never
+do. What can't fit is refused with a reason, and what left is remembered for a while, so that a
+later miss can say why.
 
 One thread uses a store. `Footprint` values may go anywhere.
 """
 
 from __future__ import annotations
 
+import time
 from collections import Counter, OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -21,6 +23,10 @@ from capserve.serving.journal import Span
 
 REMEMBERED = 4096
 """Names of lost capsules that are kept for miss reasons: about 0.5 MB at most."""
+
+
+PIN_SHARE = 0.5
+"""Of the budget, for pins: they never leave, so all other reuse lives in what they spare."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +52,7 @@ class Footprint:
     pinned: int
     evicted: int
     refused: int
+    """Capsules, and pins, that there was no room for."""
 
 
 @dataclass(slots=True)
@@ -53,13 +60,23 @@ class Entry:
     capsule: Capsule
     spans: tuple[Span, ...]
     """How the state before `position` was computed: a resumed journal starts with them."""
+    used_at: float
+    """On the store's clock, in seconds."""
     pinned: bool = False
+    pin_refused: bool = False
 
 
 class CapsuleStore:
-    def __init__(self, budget_bytes: int, remembered: int = REMEMBERED) -> None:
+    def __init__(
+        self,
+        budget_bytes: int,
+        remembered: int = REMEMBERED,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         assert budget_bytes >= 0
         self.budget_bytes = budget_bytes
+        self.pin_budget_bytes = int(budget_bytes * PIN_SHARE)
+        self._clock = clock
         self._entries: OrderedDict[CapsuleKey, Entry] = OrderedDict()  # least recently used first
         self._references: dict[int, tuple[int, int]] = {}  # part key -> (capsules, bytes)
         self._used_bytes = 0
@@ -92,17 +109,19 @@ class CapsuleStore:
     def put(
         self, key: CapsuleKey, capsule: Capsule, spans: Iterable[Span], *, pin: bool = False
     ) -> str | None:
-        """Keep `capsule`; evict older ones for it. Returns why not, or None when it is kept."""
+        """Keep `capsule`; evict older ones for it. Returns why not, or None when all went well.
+
+        A pin that is refused may still be kept unpinned: `holds` tells.
+        """
         assert capsule.position == key.position
         if key in self._entries:
-            self._entries.move_to_end(key)
-            self._entries[key].pinned |= pin
-            return None
+            self.get(key)
+            return self.pin(key) if pin else None
         refusal = self._make_room(capsule)
         if refusal is not None:
             self.note_refusal(key)
             return refusal
-        self._entries[key] = Entry(capsule, tuple(spans), pin)
+        self._entries[key] = Entry(capsule, tuple(spans), self._clock())
         self._positions.setdefault(key.namespace, Counter())[key.position] += 1
         for part in capsule.parts:
             count, _ = self._references.get(part.key, (0, 0))
@@ -110,16 +129,30 @@ class CapsuleStore:
             if count == 0:
                 self._used_bytes += part.nbytes
         self._forget_loss(key)
-        return None
+        return self.pin(key) if pin else None
 
     def get(self, key: CapsuleKey) -> Entry:
         """The capsule and its spans; it is now the most recently used. KeyError when absent."""
         self._entries.move_to_end(key)
-        return self._entries[key]
+        entry = self._entries[key]
+        entry.used_at = self._clock()
+        return entry
 
-    def pin(self, key: CapsuleKey) -> None:
-        """Keep it until `unpin`. It is already within the budget. KeyError when absent."""
-        self._entries[key].pinned = True
+    def pin(self, key: CapsuleKey) -> str | None:
+        """Keep it until `unpin`. KeyError when absent.
+
+        Returns why not, when all pins together would take more than their share of the budget.
+        """
+        entry = self._entries[key]
+        if entry.pinned:
+            return None
+        pins = _bytes_of([e.capsule for e in self._entries.values() if e.pinned] + [entry.capsule])
+        entry.pinned = pins <= self.pin_budget_bytes
+        entry.pin_refused = not entry.pinned
+        if entry.pinned:
+            return None
+        self._refused += 1
+        return f"needs {pins} bytes beside the pins, the budget for pins is {self.pin_budget_bytes}"
 
     def unpin(self, key: CapsuleKey) -> None:
         self._entries[key].pinned = False
@@ -127,6 +160,13 @@ class CapsuleStore:
     def protect(self, key: CapsuleKey | None) -> None:
         """Spare this one from eviction, in place of the one before (None: spare none)."""
         self._protected = key
+
+    def spare(self, nbytes: int) -> None:
+        """Evict until `nbytes` more would fit; evict nothing when they can't."""
+        if _bytes_of(self._staying()) + nbytes <= self.budget_bytes:
+            while self._used_bytes + nbytes > self.budget_bytes:
+                evicted = self.evict_lru()
+                assert evicted is not None, "room was promised above"
 
     def evict_lru(self) -> CapsuleKey | None:
         """Drop the least recently used capsule that may go. None when none may."""
@@ -137,13 +177,30 @@ class CapsuleStore:
                 return key
         return None
 
-    def expire(self, keys: Iterable[CapsuleKey]) -> int:
-        """Drop these, pins excepted (their sessions are gone). Returns how many went."""
-        gone = [key for key in keys if key in self._entries and not self._entries[key].pinned]
+    def expire(self, idle_ttl_s: float) -> int:
+        """Drop what nobody used for longer than this. Returns how many went."""
+        now = self._clock()
+        gone = [
+            key
+            for key, entry in self._entries.items()
+            if now - entry.used_at > idle_ttl_s and not entry.pinned and key != self._protected
+        ]
         for key in gone:
             self._remove(key)
         self._evicted += len(gone)
         return len(gone)
+
+    def clear(self) -> None:
+        """Drop everything, pins too, whatever the accounts say: what to do when they are wrong."""
+        lost = list(self._entries)
+        self._entries.clear()
+        self._references.clear()
+        self._used_bytes = 0
+        self._protected = None
+        self._positions.clear()
+        for key in lost:
+            self._remember(key, Loss.EVICTED)
+        self._evicted += len(lost)
 
     def note_refusal(self, key: CapsuleKey) -> None:
         """Remember that this one was not kept for lack of room."""
@@ -180,15 +237,19 @@ class CapsuleStore:
         fresh = {p.key: p.nbytes for p in capsule.parts if p.key not in self._references}
         return sum(fresh.values())
 
+    def _staying(self) -> list[Capsule]:
+        """What no eviction takes."""
+        staying: list[Capsule] = []
+        for key, entry in self._entries.items():
+            if entry.pinned or key == self._protected:
+                staying.append(entry.capsule)
+        return staying
+
     def _make_room(self, capsule: Capsule) -> str | None:
         if self._used_bytes + self._added_bytes(capsule) <= self.budget_bytes:
             return None
         # Judge before the first eviction: a refusal must not have emptied the store for nothing.
-        staying = {part.key: part.nbytes for part in capsule.parts}
-        for key, entry in self._entries.items():
-            if entry.pinned or key == self._protected:
-                staying.update((part.key, part.nbytes) for part in entry.capsule.parts)
-        needed = sum(staying.values())
+        needed = _bytes_of([capsule, *self._staying()])
         if needed > self.budget_bytes:
             return f"needs {needed} bytes beside the pins, the budget is {self.budget_bytes}"
         while self._used_bytes + self._added_bytes(capsule) > self.budget_bytes:
@@ -206,7 +267,8 @@ class CapsuleStore:
             else:
                 del self._references[part.key]
                 self._used_bytes -= nbytes
-        self._remember(key, Loss.EVICTED)
+        # A refused pin is not asked for again: see `Keeper.find_pin`.
+        self._remember(key, Loss.OVER_BUDGET if entry.pin_refused else Loss.EVICTED)
 
     def _remember(self, key: CapsuleKey, loss: Loss) -> None:
         self._forget_loss(key)
@@ -218,6 +280,12 @@ class CapsuleStore:
     def _forget_loss(self, key: CapsuleKey) -> None:
         if self._lost.pop(key, None) is not None:
             _count_down(self._lost_positions, key)
+
+
+def _bytes_of(capsules: Iterable[Capsule]) -> int:
+    """What these weigh together, a shared part once."""
+    parts = {part.key: part.nbytes for capsule in capsules for part in capsule.parts}
+    return sum(parts.values())
 
 
 def _count_down(index: dict[str, Counter[int]], key: CapsuleKey) -> None:

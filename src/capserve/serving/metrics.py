@@ -17,6 +17,8 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Gauge, Histogram, generate_latest
 from prometheus_client import Counter as PrometheusCounter
 
+from capserve.serving.lifecycle import TurnState
+
 log = logging.getLogger("capserve.turns")
 
 
@@ -52,6 +54,11 @@ class TurnMetrics:
         return asdict(self)
 
 
+def rejected_before_submit(request_id: str, tokenize_ms: float) -> TurnMetrics:
+    """The record of a request that was refused before it became a turn of the worker."""
+    return TurnMetrics(request_id, TurnState.REJECTED.value, tokenize_ms=tokenize_ms)
+
+
 LATENCY_WINDOW = 512
 """Turns over which the percentiles of `/health` are taken: enough for a p95, and it forgets."""
 
@@ -85,7 +92,9 @@ class MetricsLog:
                 self._actions[turn.prefix_action] += 1
             if turn.first_delta_ms is not None:
                 self._first_ms.append(turn.first_delta_ms)
-            self._totals["prompt_tokens"] += turn.prompt_tokens
+            # What was taken in, so that the sums agree: a refused prompt was never looked at, and
+            # a cancelled one only as far as its prefill came.
+            self._totals["prompt_tokens"] += turn.cached_tokens + turn.new_prefill_tokens
             self._totals["cached_tokens"] += turn.cached_tokens
             self._totals["new_prefill_tokens"] += turn.new_prefill_tokens
             self._totals["output_tokens"] += turn.output_tokens

@@ -73,7 +73,10 @@ class Known:
 def explain(known: Known) -> MissReason | None:
     """The one most useful reason, or None when nothing known was read again."""
     reused = known.reused
-    if reused > 0 and reused >= known.prompt.prompt_end:
+    prompt = known.prompt
+    # A reply that is continued lies behind `prompt_end`, and may be long.
+    enough = len(prompt.tokens) if prompt.continues_reply else prompt.prompt_end
+    if reused > 0 and reused >= enough:
         return None
     if any(position > reused for position in known.off_grid):
         return MissReason(MissKind.NOT_ON_GRID)

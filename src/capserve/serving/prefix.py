@@ -156,11 +156,14 @@ class AutoPrefixPolicy:
     def boundaries(self, prompt: Prompt, start: int, pin: int | None = None) -> tuple[int, ...]:
         """Positions in `(start, len(prompt)]` to snapshot while this prompt is prefilled.
 
-        The end of system and tools, the end of the prompt before the generation prompt, the pin,
-        and every `checkpoint_interval` tokens at multiples of the prefill chunk.
+        The end of system and tools, the end of the prompt before the generation prompt, the end of
+        a reply that is continued, the pin, and every `checkpoint_interval` tokens at multiples of
+        the prefill chunk.
         """
         total = len(prompt.tokens)
         wanted = {prompt.system_end, prompt.prompt_end, pin or 0}
+        if prompt.continues_reply:
+            wanted.add(total)
         wanted.update(range(self._step, total + 1, self._step))
         if self.exact:
             wanted = {self.limits.capsule_aligned_len(position) for position in wanted}

@@ -1,18 +1,20 @@
 """Which conversations are alive, and whose state is hot?
 
-A session is a journal with the names of its capsules. Nobody has to name one: a turn continues the
-session whose journal its prompt continues, and a divergence starts a new session beside the old
-one, so that no older boundary is lost. The hot mark says that the live state is this session's, up
-to a position; only a clean exit sets it, and it is cleared before anything touches the engine (P3).
+A session is a journal with the name of its newest capsule. Nobody has to name one: a turn continues
+the session whose journal its prompt continues, and a divergence starts a new session beside the old
+one, so that no older boundary is lost. Capsules outlive the sessions that made them: they are found
+by content, and leave the store by its own rules. The hot mark says that the live state is this
+session's, up to a position; only a clean exit sets it, and it is cleared before anything touches
+the engine (P3).
 
 One thread uses a registry.
 """
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from uuid import uuid4
 
 from capserve.serving.capsules import CapsuleKey
@@ -27,12 +29,8 @@ class Session:
     journal: Journal
     last_used_at: float
     """`time.monotonic()` seconds."""
-    capsules: dict[CapsuleKey, None] = field(default_factory=dict)
-    """In the order of their making; the last one is the newest."""
-
-    @property
-    def newest(self) -> CapsuleKey | None:
-        return next(reversed(self.capsules), None)
+    newest: CapsuleKey | None = None
+    """The capsule of its journal that was made or taken up last."""
 
     def view(self) -> JournalView:
         journal = self.journal
@@ -45,7 +43,6 @@ class SessionRegistry:
         self.max_active = max_active
         self.idle_ttl_s = idle_ttl_s
         self._sessions: OrderedDict[str, Session] = OrderedDict()  # least recently used first
-        self._owners: Counter[CapsuleKey] = Counter()
         self._hot: tuple[Session, int] | None = None
 
     def __len__(self) -> int:
@@ -66,14 +63,6 @@ class SessionRegistry:
     def touch(self, session: Session, now: float) -> None:
         session.last_used_at = now
         self._sessions.move_to_end(session.id)
-
-    def own(self, session: Session, key: CapsuleKey) -> None:
-        """`key` lies on the session's journal, and is now its newest capsule."""
-        if key in session.capsules:
-            del session.capsules[key]
-        else:
-            self._owners[key] += 1
-        session.capsules[key] = None
 
     # -- the hot mark -------------------------------------------------------------------------
 
@@ -98,25 +87,17 @@ class SessionRegistry:
 
     # -- the end of sessions ------------------------------------------------------------------
 
-    def expire(self, now: float) -> list[CapsuleKey]:
-        """Drop sessions idle for longer than the TTL; returns capsules that nobody owns now."""
-        old = [s for s in self._sessions.values() if now - s.last_used_at > self.idle_ttl_s]
-        return self._drop(old)
+    def expire(self, now: float) -> None:
+        """Drop sessions idle for longer than the TTL."""
+        self._drop([s for s in self._sessions.values() if now - s.last_used_at > self.idle_ttl_s])
 
-    def trim(self) -> list[CapsuleKey]:
-        """Drop the least recently used beyond `max_active`; returns capsules nobody owns now."""
+    def trim(self) -> None:
+        """Drop the least recently used beyond `max_active`."""
         surplus = max(0, len(self._sessions) - self.max_active)
-        return self._drop(list(self._sessions.values())[:surplus])
+        self._drop(list(self._sessions.values())[:surplus])
 
-    def _drop(self, sessions: Iterable[Session]) -> list[CapsuleKey]:
-        orphans: list[CapsuleKey] = []
+    def _drop(self, sessions: Iterable[Session]) -> None:
         for session in sessions:
             del self._sessions[session.id]
             if self.hot is session:
                 self.clear_hot()
-            for key in session.capsules:
-                self._owners[key] -= 1
-                if self._owners[key] == 0:
-                    del self._owners[key]
-                    orphans.append(key)
-        return orphans

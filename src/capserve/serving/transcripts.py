@@ -3,7 +3,8 @@
 An index from the digest of a message chain to the finished turn with these messages, per namespace.
 The worker writes it on a clean end; the api's text thread reads it to take over the journal's own
 tokens for messages that mean the same. Bounded in bytes; the least recently used record leaves
-first. Records are frozen values, so only the index itself needs the lock.
+first, and before it one whose conversation went on in a newer record. Records are frozen values,
+so only the index itself needs the lock.
 """
 
 from __future__ import annotations
@@ -31,8 +32,18 @@ class Transcripts:
     def used_bytes(self) -> int:
         return self._used_bytes
 
-    def publish(self, namespace: str, digest: bytes, record: TurnRecord) -> None:
-        """Make `record` findable by its chain digest. One larger than the budget is not kept."""
+    def publish(
+        self,
+        namespace: str,
+        digest: bytes,
+        record: TurnRecord,
+        supersedes: bytes | None = None,
+    ) -> None:
+        """Make `record` findable by its chain digest. One larger than the budget is not kept.
+
+        `supersedes`: digest of the record that this one goes on from. Only a branch or a retry
+        still asks for that one, so it is the first to leave.
+        """
         # The array crosses a thread border: whoever reads it must not be able to change it.
         record.tokens.flags.writeable = False
         size = record_bytes(record)
@@ -42,6 +53,8 @@ class Transcripts:
                 return
             self._records[(namespace, digest)] = record
             self._used_bytes += size
+            if supersedes is not None and (namespace, supersedes) in self._records:
+                self._records.move_to_end((namespace, supersedes), last=False)
             while self._used_bytes > self.budget_bytes:
                 self._forget(next(iter(self._records)))
 
@@ -63,8 +76,13 @@ class Transcripts:
 
 def record_bytes(record: TurnRecord) -> int:
     """Bytes that a record keeps alive, near enough for a budget: text, tokens, message strings."""
-    messages = sum(
-        len(m.content) + len(m.reasoning or "") + sum(len(c.arguments) for c in m.tool_calls)
-        for m in record.messages
-    )
-    return record.tokens.nbytes + 4 * (len(record.text) + messages)
+    texts = [record.text]
+    for message in record.messages:
+        texts += (message.content, message.reasoning or "")
+        texts += (call.arguments for call in message.tool_calls)
+    return record.tokens.nbytes + sum(map(_text_bytes, texts))
+
+
+def _text_bytes(text: str) -> int:
+    """ASCII takes 1 byte a character; anything else 4 at the most."""
+    return len(text) if text.isascii() else 4 * len(text)

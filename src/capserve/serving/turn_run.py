@@ -61,7 +61,12 @@ class OutputMachine(Protocol):
     def finish(self) -> ReplyDelta: ...
     def message(self) -> Message: ...
     @property
-    def stopped(self) -> bool: ...
+    def stopped(self) -> bool:
+        """Nothing more is read: a stop string matched, or all calls are there and more came."""
+        ...
+
+    @property
+    def calls_are_full(self) -> bool: ...
     @property
     def reasoning_tokens(self) -> int: ...
 
@@ -234,11 +239,14 @@ class TurnRun:
         )
         machine = bench.make_output(request.output)
         output: list[int] = []
+        one_by_one = bool(request.output.stop) or request.output.max_calls is not None
         life.to(TurnState.DECODE)
         began = time.monotonic()
         engine.begin(request.sampling, self._prompt.tokens)
         while not self._cancelled:
-            chunk = engine.step()
+            room = most - len(output)
+            chunk = engine.step(room)
+            assert len(chunk.tokens) <= room, f"{len(chunk.tokens)} tokens, {room} were asked for"
             session.journal.append(chunk.tokens, SpanKind.DECODE)
             life.first_token()
             tally.drafted += chunk.drafted
@@ -246,20 +254,19 @@ class TurnRun:
             if chunk.drafted:
                 tally.draft_steps += 1
                 tally.draft_step_tokens += len(chunk.tokens)
-            delta = _read(chunk, machine, most - len(output), bool(request.output.stop))
+            delta = _read(chunk, machine, one_by_one)
             output += delta.tokens
             tally.output_tokens = len(output)
             tally.decode_ms = _since_ms(began)
             self._deliver(delta)
-            whole = len(delta.tokens) == len(chunk.tokens)
-            at_end_token = whole and chunk.stop is not None and not machine.stopped
+            at_end_token = chunk.stop is not None and not machine.stopped
             if machine.stopped or at_end_token:
                 reason = FinishReason.STOP
             elif len(output) >= most or self._out_of_time():
                 reason = FinishReason.LENGTH
             else:
                 continue
-            return self._finish(machine, reason, tuple(output), whole, at_end_token)
+            return self._finish(machine, reason, tuple(output), at_end_token)
         return Cancelled()
 
     def _finish(
@@ -267,7 +274,6 @@ class TurnRun:
         machine: OutputMachine,
         reason: FinishReason,
         output: tuple[int, ...],
-        clean: bool,
         at_end_token: bool,
     ) -> Done:
         last = _delta(machine.finish())
@@ -275,10 +281,11 @@ class TurnRun:
             self._deliver(last)
         # A stop string was matched, perhaps in what was held back until now: the state holds what
         # the client will never see (P3).
+        clean = not machine.stopped
         if machine.stopped:
-            reason, clean, at_end_token = FinishReason.STOP, False, False
+            reason, at_end_token = FinishReason.STOP, False
         message = machine.message()
-        if at_end_token and message.tool_calls:
+        if message.tool_calls and (at_end_token or (machine.stopped and machine.calls_are_full)):
             reason = FinishReason.TOOL_CALLS
         return Done(reason, message, machine.reasoning_tokens, output, clean, at_end_token)
 
@@ -314,18 +321,20 @@ class TurnRun:
         chain = bench.records.chain(
             Conversation(record.messages, asked.tools, asked.template_kwargs)
         )
-        bench.transcripts.publish(self._request.namespace, chain[-1], record)
+        known = prompt.spliced_messages
+        supersedes = prompt.chain[known] if known else None
+        bench.transcripts.publish(self._request.namespace, chain[-1], record, supersedes)
         session.journal.chain = chain
 
 
-def _read(chunk: Chunk, machine: OutputMachine, room: int, stop_strings: bool) -> Delta:
-    """Read `chunk` as far as the turn goes: up to `room` tokens, and to a stop string's last one.
+def _read(chunk: Chunk, machine: OutputMachine, one_by_one: bool) -> Delta:
+    """Read `chunk` as far as the turn goes: to its end, or to the token that stopped the reply.
 
-    With stop strings the tokens are read one by one, so that where the reply ends, and how many
-    tokens it counts, does not depend on how many drafts a step happened to accept.
+    Where something may stop it, the tokens are read one by one, so that where the reply ends, and
+    how many tokens it counts, does not depend on how many drafts a step happened to accept.
     """
-    tokens = chunk.tokens[:room]
-    pieces = [(token,) for token in tokens] if stop_strings else [tokens]
+    tokens = chunk.tokens
+    pieces = [(token,) for token in tokens] if one_by_one else [tokens]
     content, reasoning, count = "", "", 0
     calls: tuple[ToolCallDelta, ...] = ()
     for piece in pieces:

@@ -53,7 +53,7 @@ SHUTDOWN = "shutdown"
 """The cancel reason that is the server's own doing: its client sees 503, not 499."""
 
 IDLE_CHECK_S = 5.0
-"""Without work for this long: expire sessions, check the accounts, try again to heal a fault."""
+"""From one upkeep to the next: old things expire, accounts are checked, a fault is healed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +102,7 @@ class EngineWorker:
             records=records,
         )
         self._idle_check_s = idle_check_s
+        self._upkeep_at = time.monotonic() + idle_check_s
         self._changed = threading.Condition()
         # Guarded by `_changed`:
         self._queue: deque[Turn] = deque()
@@ -242,21 +243,22 @@ class EngineWorker:
             began = time.monotonic()
             self._serve(turn)
             with self._changed:
-                self._running = None
                 self._turn_s += 0.2 * (time.monotonic() - began - self._turn_s)
 
     def _next(self) -> Turn | None:
-        """The next turn, or None when the worker is to stop. Idle time is used for upkeep."""
+        """The next turn, or None when the worker is to stop. Upkeep is due on a busy one too."""
         while True:
+            if time.monotonic() >= self._upkeep_at:
+                self._upkeep()
+                self._upkeep_at = time.monotonic() + self._idle_check_s
             with self._changed:
                 if not self._queue and not self._stopping:
-                    self._changed.wait(self._idle_check_s)
+                    self._changed.wait(max(0.0, self._upkeep_at - time.monotonic()))
                 if self._stopping:
                     return None
                 if self._queue:
                     self._running = self._queue.popleft()
                     return self._running
-            self._upkeep()
 
     def _upkeep(self) -> None:
         if self._fault is not None:
@@ -265,7 +267,8 @@ class EngineWorker:
             self._keeper.expire(time.monotonic())
         except Exception as error:
             # A broken account must be seen, but must not end the thread that everybody waits for.
-            log.exception("upkeep failed")
+            log.exception("upkeep failed; the store is emptied")
+            self._store.clear()  # an empty one is right again, and is not found broken forever
             self._break_down(None, error)
         self._publish()
 
@@ -339,6 +342,10 @@ class EngineWorker:
             case _:
                 assert_never(ending)
         event = _terminal_event(turn, ending, self._count(turn))
+        with self._changed:
+            # Before the news: who sends the next turn at once must not find this one in the way.
+            if self._running is turn:
+                self._running = None
         try:
             turn.item.sink.deliver(event)
         except Exception:

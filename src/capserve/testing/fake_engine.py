@@ -244,8 +244,9 @@ class FakeEngine:
                 raise WrongStateError("the state did not absorb the prompt of this turn")
             self._reply = tuple(self._script(context))
 
-    def step(self) -> Chunk:
+    def step(self, most: int = MAX_DRAFTS + 1) -> Chunk:
         self._refuse_strangers("step")
+        assert most >= 1
         assert self.position >= 1
         assert self._begun, "step needs a begin"
         if self._pending is not None and self.position >= self._limits.max_positions:
@@ -257,7 +258,7 @@ class FakeEngine:
         if self._pending is not None:
             self._absorb(np.array([self._pending], dtype=np.int32))
         room = self._limits.max_positions - self.position
-        drafted = 0 if first else min(self._sampling.drafts, room)
+        drafted = 0 if first else min(self._sampling.drafts, room, most - 1)
         tokens: list[int] = []
         accepted = 0
         while True:

@@ -27,6 +27,8 @@ class OutputSpec:
     """Tool definitions for typing arguments. Empty: call markup is content like any other."""
     stop: tuple[str, ...] = ()
     starts_in_reasoning: bool = False
+    max_calls: int | None = None
+    """The reply ends after this many calls; at least 1. None: it may have any number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +70,11 @@ class TurnOutput:
         self._calls: list[ParsedCall] = []
         self._new_calls: list[ParsedCall] = []
         self._speaking = Channel.CONTENT
+        self._max_calls = spec.max_calls
+        self._token_bytes = tokenizer.token_bytes
         self.stopped = False
-        """A stop string was matched: what follows is not part of the reply."""
+        """A stop string was matched, or text came after the last call that there may be: what
+        follows is not part of the reply."""
         self.reasoning_tokens = 0
         """Tokens that were fed while the reply was reasoning, its closing mark included."""
 
@@ -78,12 +83,22 @@ class TurnOutput:
         """Calls delivered so far."""
         return len(self._calls)
 
+    @property
+    def calls_are_full(self) -> bool:
+        """All calls that the reply may have are there; nothing is read after them."""
+        return self._max_calls is not None and len(self._calls) >= self._max_calls
+
     def feed(self, tokens: Iterable[int]) -> OutputDelta:
         """What these tokens add. End tokens are no text; after a stop string, nothing is."""
         for token in tokens:
             if self.stopped:
                 break
             if token in self._end_tokens:
+                continue
+            if self.calls_are_full:
+                # Not stopped before there is something to leave out: when the end token comes
+                # next, the reply ended as the model meant it, and its state can be continued.
+                self.stopped = bool(self._token_bytes(token).strip())
                 continue
             self.reasoning_tokens += self._splitter.in_reasoning
             self._take(self._splitter.feed(self._detokenizer.feed((token,))))
@@ -114,6 +129,10 @@ class TurnOutput:
         for piece in pieces:
             if self.stopped:
                 return
+            if self.calls_are_full:
+                # The token that closed the call brought more.
+                self.stopped = not (isinstance(piece, Text) and piece.text.isspace())
+                continue
             match piece:
                 case Text(channel, text):
                     self._say(channel, text)

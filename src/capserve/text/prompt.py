@@ -15,7 +15,7 @@ from typing import Generic, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from capserve.errors import InvalidRequestError
+from capserve.errors import ContextLengthError, InvalidRequestError
 from capserve.text.equivalence import digests, normalise
 from capserve.text.markup import EMPTY_THINK, THINK_CLOSE, THINK_OPEN
 from capserve.text.messages import Conversation, Message
@@ -123,12 +123,18 @@ class PromptBuilder:
         conversation: Conversation,
         record: TurnRecord | None = None,
         chain: tuple[bytes, ...] | None = None,
+        most_tokens: int | None = None,
     ) -> Prompt:
         """The prompt of a request.
 
         `record`: a finished turn whose messages mean the same as the first ones here; the caller
         found it by an equal digest in `chain(conversation)`, and may pass that chain on to spare
-        its second computation. Raises InvalidRequestError when the template refuses the messages.
+        its second computation. Reasoning that the client left out is taken from the record; where
+        it sent another than the record has, its own is what it means, and the record is not used.
+        `most_tokens`: a prompt that is far longer need not be tokenized to its end.
+
+        Raises InvalidRequestError when the template refuses the messages, and ContextLengthError
+        for a prompt that was given up.
         """
         if not conversation.messages:
             raise InvalidRequestError("messages: at least 1 is needed, got 0", param="messages")
@@ -136,13 +142,18 @@ class PromptBuilder:
         if chain is None:
             chain = digests(conversation, self._template.stripped)
         assert len(chain) == len(conversation.messages) + 1, "a chain of another conversation"
+        if record is not None and _has_edited_reasoning(conversation, record):
+            record = None
         if record is not None:
             conversation = _with_true_replies(conversation, record)
         continues = conversation.messages[-1].role == "assistant"
         text, boundary_char = self._render(conversation, continues, chain[0])
 
         head, glue, start = self._splice(record, text) if record else (_NO_TOKENS, "", 0)
-        tail = self._tokenizer.encode_with_borders(glue + text[start:])
+        new = glue + text[start:]
+        if most_tokens is not None:
+            self._refuse_hopeless(new, len(head), most_tokens)
+        tail = self._tokenizer.encode_with_borders(new)
         tokens = np.concatenate((head, tail.tokens))
         # A boundary inside the spliced head has no border to be found at; its end is the next best.
         prompt_end = len(head) + _offset(tail, boundary_char - start + len(glue))
@@ -159,6 +170,14 @@ class PromptBuilder:
             continues_reply=continues,
             notes=notes,
         )
+
+    def _refuse_hopeless(self, new: str, known_tokens: int, most_tokens: int) -> None:
+        if self._tokenizer.surely_exceeds(new, max(0, most_tokens - known_tokens)):
+            raise ContextLengthError(
+                f"The maximum context length is {most_tokens} tokens; the prompt has more: "
+                f"{len(new)} characters beside {known_tokens} tokens that are known.",
+                param="messages",
+            )
 
     def make_record(self, prompt: Prompt, reply: Message, tokens: TokenArray) -> TurnRecord | None:
         """The record of a turn that answered `prompt` with `reply`; `tokens` is the whole journal.
@@ -316,6 +335,16 @@ _NO_TOKENS.flags.writeable = False
 
 def _offset(encoding: Encoding, char: int) -> int:
     return encoding.token_offset(encoding.floor(max(char, 0)))
+
+
+def _has_edited_reasoning(conversation: Conversation, record: TurnRecord) -> bool:
+    """Some assistant message came with reasoning, and not with the record's."""
+    return any(
+        theirs.role == "assistant"
+        and (sent := (theirs.reasoning or "").strip()) != ""
+        and sent != (mine.reasoning or "").strip()
+        for mine, theirs in zip(record.messages, conversation.messages, strict=False)
+    )
 
 
 def _with_true_replies(conversation: Conversation, record: TurnRecord) -> Conversation:

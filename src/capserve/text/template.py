@@ -97,7 +97,8 @@ class ChatTemplate:
         self._max_chars = max_chars
         try:
             self._template = environment.from_string(source)
-        except jinja2.TemplateError as error:
+        except (jinja2.TemplateError, SyntaxError, RecursionError) as error:
+            # The last two come from Python's own compiler: too many loops in each other, too deep.
             raise CheckpointError(
                 f"the chat template does not compile: {error}", param="chat_template"
             ) from error
@@ -108,30 +109,27 @@ class ChatTemplate:
     @classmethod
     def from_dir(cls, path: str | Path, override: Path | None = None) -> ChatTemplate:
         """The file `override`, else `chat_template.jinja`, else `chat_template` of
-        `tokenizer_config.json`. Raises CheckpointError when there is none."""
+        `tokenizer_config.json`.
+
+        Raises CheckpointError, naming the file, when there is none or it can't be used.
+        """
         folder = Path(path)
+        file, config = folder / "chat_template.jinja", folder / "tokenizer_config.json"
         if override is not None:
-            try:
-                return cls(override.read_text(encoding="utf-8"))
-            except (OSError, UnicodeDecodeError) as error:
-                raise CheckpointError(
-                    f"chat template {override} can't be read: {error}", param="chat_template"
-                ) from error
-        file = folder / "chat_template.jinja"
-        if file.is_file():
-            return cls(file.read_text(encoding="utf-8"))
-        config = folder / "tokenizer_config.json"
-        if config.is_file():
-            source = json.loads(config.read_text(encoding="utf-8")).get("chat_template")
-            if isinstance(source, list):  # older checkpoints name several
-                source = next((t["template"] for t in source if t.get("name") == "default"), None)
-            if isinstance(source, str):
-                return cls(source)
-        raise CheckpointError(
-            f"{folder} has no chat template: neither chat_template.jinja nor one in "
-            "tokenizer_config.json",
-            param="chat_template",
-        )
+            file, source = override, _read(override)
+        elif file.is_file():
+            source = _read(file)
+        elif config.is_file() and (configured := _configured(config)) is not None:
+            file, source = config, configured
+        else:
+            raise CheckpointError(
+                f"{folder} has no chat template: neither {file.name} nor one in {config.name}",
+                param="chat_template",
+            )
+        try:
+            return cls(source)
+        except CheckpointError as error:
+            raise CheckpointError(f"{file}: {error.message}", param=error.param) from error
 
     def render(self, conversation: Conversation, add_generation_prompt: bool) -> str:
         """Text of the conversation.
@@ -166,10 +164,13 @@ class ChatTemplate:
         chars = 0
         try:
             for piece in self._template.generate(
-                messages=[_as_mapping(message) for message in messages],
-                tools=tools,
-                add_generation_prompt=add_generation_prompt,
-                **kwargs,
+                # One mapping, not keywords: a switch may be named like a parameter of the method.
+                {
+                    "messages": [_as_mapping(message) for message in messages],
+                    "tools": tools,
+                    "add_generation_prompt": add_generation_prompt,
+                    **kwargs,
+                }
             ):
                 pieces.append(piece)
                 chars += len(piece)
@@ -212,6 +213,42 @@ class ChatTemplate:
             if plain == other:
                 found.add(role)
         return frozenset(found)
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{file} can't be read: {error}", param="chat_template") from error
+
+
+def _configured(file: Path) -> str | None:
+    """The template in a `tokenizer_config.json`; None when that has none."""
+    try:
+        config = json.loads(_read(file))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file} is no JSON: {error}", param="chat_template") from error
+    if not isinstance(config, dict):
+        raise CheckpointError(
+            f"{file} holds a {type(config).__name__}, not an object", param="chat_template"
+        )
+    source = config.get("chat_template")
+    if isinstance(source, list):  # older checkpoints name several
+        entries = [entry for entry in source if isinstance(entry, dict)]
+        default = next((entry for entry in entries if entry.get("name") == "default"), None)
+        if default is None:
+            return None
+        source = default.get("template")
+        if source is None:
+            raise CheckpointError(
+                f"{file}: the default entry of chat_template has no template",
+                param="chat_template",
+            )
+    if source is not None and not isinstance(source, str):
+        raise CheckpointError(
+            f"{file}: chat_template is a {type(source).__name__}, not text", param="chat_template"
+        )
+    return source
 
 
 def _tojson(

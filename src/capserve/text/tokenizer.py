@@ -138,6 +138,26 @@ class Tokenizer:
         """
         return -(-chars // (self._longest * _NFC_JOINS))
 
+    def surely_exceeds(self, text: str, most_tokens: int) -> bool:
+        """True only when `text` has more than `most_tokens` tokens, which are not kept.
+
+        Texts of ordinary density are not looked at. The others are read in slices for as long as
+        it takes, since one call of the library holds some hundred bytes for every token.
+        """
+        if len(text) <= _CHARS_PER_TOKEN * most_tokens:
+            return False
+        # A cut changes the tokens next to it: the count must pass the limit by a wide margin.
+        enough = most_tokens + most_tokens // 4 + 1000
+        seen = 0
+        for start in range(0, len(text), _SLICE_CHARS):
+            piece = text[start : start + _SLICE_CHARS]
+            _utf8_length(piece)  # refuses a lone surrogate
+            [encoding] = self._library.encode_batch_fast([piece], add_special_tokens=False)
+            seen += len(encoding)
+            if seen > enough:
+                return True
+        return False
+
     def encode(self, text: str) -> TokenArray:
         """Ids of `text`, added tokens recognised, nothing put before or after.
 
@@ -217,6 +237,11 @@ class Tokenizer:
             old_piece, (old_ids, _) = self._memo.popitem(last=False)
             self._memo_bytes -= _entry_bytes(old_piece, old_ids)
 
+
+_CHARS_PER_TOKEN = 4
+"""About what prose and code have: a text with more of them than fit is likely to be too long."""
+
+_SLICE_CHARS = 1 << 17
 
 _EMPTY: TokenArray = np.empty(0, dtype=np.int32)
 _EMPTY.flags.writeable = False

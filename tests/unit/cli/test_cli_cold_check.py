@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import io
+import math
 from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from rich.console import Console
 
 from capserve.cli.agent import Exchange
 from capserve.cli.cold_check import Outcome, Verdict, check, lost_text
 from capserve.cli.demo import judge
+from capserve.engine.kernels.philox.reference import gumbel
+from capserve.engine.margin import margin
+from capserve.engine.sampling import Sampler
 from capserve.engine.seam import Chunk, Sampling, TokenArray, TokenLogprob
 from capserve.testing.fake_engine import FakeEngine
 
@@ -91,6 +96,37 @@ def test_only_a_margin_that_rounding_can_turn_excuses_a_difference(
     assert (verdict.outcome, verdict.at) == (outcome, 5)
 
 
+def test_a_tie_of_two_other_tokens_excuses_nothing() -> None:
+    engine = TieEngine()
+    output = list(cold_output(Sampling()))
+    output[5] += 2  # the cold run's best two are equal here, and this is neither
+    verdict = check(engine, PROMPT, output, Sampling())
+    assert verdict == Verdict(Outcome.DIFFERS, 5, math.inf)
+
+
+@pytest.mark.parametrize("temperature", [0.5, 2.0])
+def test_a_sampled_choice_is_judged_with_its_temperature_and_noise(temperature: float) -> None:
+    sampling = Sampling(temperature=temperature, seed=11)
+    chosen = TokenLogprob(7, -1.0, ((7, -1.0), (8, -1.5)))
+    noise = gumbel(torch.tensor([7, 8]), 40, 11).tolist()
+    # The score that the sampler compares: scaled log probability plus the id's own noise.
+    expected = (-1.0 / temperature + noise[0]) - (-1.5 / temperature + noise[1])
+    assert margin(chosen, 8, 40, sampling) == pytest.approx(expected)
+    assert margin(chosen, 8, 41, sampling) != pytest.approx(expected)
+    assert margin(chosen, 8, 40, Sampling()) == pytest.approx(0.5)
+
+
+def test_the_sampled_margin_agrees_with_the_sampler() -> None:
+    logits = torch.log_softmax(torch.linspace(0.0, 2.0, 12), -1)
+    for position in range(50):
+        sampling = Sampling(temperature=0.8, seed=3, top_logprobs=12)
+        sampler = Sampler(sampling, np.empty(0, np.int32), (), 12, torch.device("cpu"))
+        token, known = sampler.choose_with_logprobs(logits, position)
+        assert all(
+            margin(known, other, position, sampling) > 0 for other in range(12) if other != token
+        )
+
+
 def test_a_reply_that_goes_on_after_the_cold_end_differs() -> None:
     plain = cold_output(Sampling())
     ending = Sampling(end_tokens=(plain[6],))
@@ -115,6 +151,7 @@ def exchange(cached: int) -> Exchange:
         (8, Verdict(Outcome.EXACT), 0),
         (8, Verdict(Outcome.NEAR_TIE, 3, 1e-6), 0),
         (8, Verdict(Outcome.DIFFERS, 3, 0.5), 1),
+        (8, Verdict(Outcome.DIFFERS, 3, math.inf), 1),
         (8, Verdict(Outcome.DIFFERS, 3), 1),
         (8, Verdict(Outcome.LOST, lost="a text"), 1),
         (0, Verdict(Outcome.EXACT), 1),

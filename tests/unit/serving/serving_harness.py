@@ -144,6 +144,7 @@ class WordOutput:
         self._text = ""
         self._calls: tuple[ToolCall, ...] = ()
         self.stopped = False
+        self.calls_are_full = False
         self.reasoning_tokens = 0
 
     def feed(self, tokens: Sequence[int]) -> WordDelta:
@@ -276,10 +277,15 @@ def serving(
 ) -> Iterator[Serving]:
     engine = engine or FakeEngine(engine_limits)
     allowed = Limits(
-        **{"max_prompt_tokens": 4096, "max_output_tokens": 256, **limits}  # type: ignore[arg-type]
+        **{  # type: ignore[arg-type]
+            "max_prompt_tokens": 4096,
+            "max_output_tokens": 256,
+            "capsule_budget_bytes": {"host": budget_bytes},
+            **limits,
+        }
     )
     policy = AutoPrefixPolicy(engine.limits, exact, checkpoint_interval)
-    store = CapsuleStore(budget_bytes)
+    store = CapsuleStore(allowed.capsule_budget_bytes["host"])
     sessions = SessionRegistry(allowed.max_active_sessions, allowed.session_idle_ttl_s)
     transcripts, metrics = Transcripts(), MetricsLog()
     worker = EngineWorker(

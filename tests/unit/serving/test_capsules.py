@@ -37,9 +37,9 @@ def test_shared_parts_count_once_and_leave_with_their_last_capsule() -> None:
     store.put(key(1), capsule(1, (1, 10), (7, 50)), ())
     store.put(key(2), capsule(2, (2, 10), (7, 50)), ())
     assert store.footprint().used_bytes == 70
-    store.expire([key(1)])
+    store.evict_lru()
     assert store.footprint().used_bytes == 60
-    store.expire([key(2)])
+    store.evict_lru()
     assert store.footprint().used_bytes == 0
     store.check()
 
@@ -107,12 +107,70 @@ def test_the_memory_of_losses_is_bounded() -> None:
     assert store.lost_positions("k/a") == [4, 5, 6]
 
 
-def test_expiry_spares_pins() -> None:
+def test_what_nobody_used_for_longer_than_the_ttl_expires_but_pins_and_the_protected_stay() -> None:
+    now = 0.0
+    store = CapsuleStore(100, clock=lambda: now)
+    for position in (1, 2, 3, 4):
+        store.put(key(position), small(position), (), pin=position == 2)
+    store.protect(key(3))
+    now = 5.0
+    store.get(key(4))
+    now = 10.0
+    assert store.expire(10.0) == 0
+    now = 12.0
+    assert store.expire(10.0) == 1
+    assert [store.holds(key(p)) for p in (1, 2, 3, 4)] == [False, True, True, True]
+    assert store.loss(key(1)) is Loss.EVICTED
+    store.check()
+
+
+def test_pins_take_half_of_the_budget_and_what_is_beyond_is_kept_unpinned() -> None:
     store = CapsuleStore(100)
-    store.put(key(1), small(1), ())
-    store.put(key(2), small(2), (), pin=True)
-    assert store.expire([key(1), key(2), key(9)]) == 1
-    assert store.holds(key(2))
+    assert store.put(key(1), capsule(1, (1, 20), (7, 20)), (), pin=True) is None
+    # 10 more, and the shared 20 once: just the half.
+    assert store.put(key(2), capsule(2, (2, 10), (7, 20)), (), pin=True) is None
+    refusal = store.put(key(3), small(3, nbytes=1), (), pin=True)
+    assert refusal == "needs 51 bytes beside the pins, the budget for pins is 50"
+    assert store.holds(key(3))
+    assert store.footprint().pinned == 2
+    assert store.pin(key(3)) == refusal
+    assert store.pin(key(2)) is None, "it is pinned already"
+    store.unpin(key(1))
+    assert store.pin(key(3)) is None
+    store.check()
+
+
+def test_a_refused_pin_that_leaves_is_remembered_as_one_without_room() -> None:
+    store = CapsuleStore(100)
+    store.put(key(1), small(1, nbytes=60), (), pin=True)
+    store.evict_lru()
+    assert store.loss(key(1)) is Loss.OVER_BUDGET
+
+
+def test_room_that_is_made_ahead_spares_what_stays_and_is_not_made_in_vain() -> None:
+    store = CapsuleStore(100)
+    for position in (1, 2, 3):
+        store.put(key(position), small(position, nbytes=30), (), pin=position == 1)
+    store.protect(key(2))
+    store.spare(41)
+    assert store.footprint().capsules == 3, "no eviction makes room for so much"
+    store.spare(40)
+    assert [store.holds(key(p)) for p in (1, 2, 3)] == [True, True, False]
+    store.check()
+
+
+def test_a_store_is_right_again_once_it_was_emptied() -> None:
+    store = CapsuleStore(100)
+    store.put(key(1), small(1), (), pin=True)
+    store.put(key(2), small(2), ())
+    store._used_bytes += 1
+    store.clear()
+    store.check()
+    assert store.footprint().capsules == store.footprint().used_bytes == 0
+    assert store.positions("k/a") == []
+    assert store.lost_positions("k/a") == [1, 2]
+    assert store.put(key(1), small(1), ()) is None
+    store.check()
 
 
 def test_a_drifted_counter_is_noticed() -> None:
@@ -128,7 +186,8 @@ class StoreMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.store = CapsuleStore(100)
+        self.now = 0.0
+        self.store = CapsuleStore(100, clock=lambda: self.now)
         self.pins: set[CapsuleKey] = set()
 
     @rule(
@@ -141,6 +200,7 @@ class StoreMachine(RuleBasedStateMachine):
         own = 100 + position + (50 if namespace == "k/b" else 0)
         pieces = [(own, 5), *((part, 4 * part) for part in parts)]
         name = key(position, namespace)
+        self.now += 1.0
         if self.store.put(name, capsule(position, *pieces), (), pin=pin) is None:
             assert self.store.holds(name)
             if pin:
@@ -154,9 +214,18 @@ class StoreMachine(RuleBasedStateMachine):
     def protect(self, position: int) -> None:
         self.store.protect(key(position))
 
-    @rule(position=st.integers(1, 12))
-    def expire(self, position: int) -> None:
-        self.store.expire([key(position)])
+    @rule(idle_ttl_s=st.floats(0.0, 10.0))
+    def expire(self, idle_ttl_s: float) -> None:
+        self.store.expire(idle_ttl_s)
+
+    @rule(nbytes=st.integers(0, 120))
+    def spare(self, nbytes: int) -> None:
+        self.store.spare(nbytes)
+
+    @rule()
+    def clear(self) -> None:
+        self.store.clear()
+        self.pins.clear()
 
     @rule(position=st.integers(1, 12))
     def unpin(self, position: int) -> None:
@@ -171,6 +240,12 @@ class StoreMachine(RuleBasedStateMachine):
     @invariant()
     def pins_stay(self) -> None:
         assert all(self.store.holds(pin) for pin in self.pins)
+
+    @invariant()
+    def pins_keep_to_their_share(self) -> None:
+        pinned = [e.capsule for e in self.store._entries.values() if e.pinned]
+        parts = {part.key: part.nbytes for kept in pinned for part in kept.parts}
+        assert sum(parts.values()) <= 50
 
 
 TestStoreMachine = StoreMachine.TestCase

@@ -8,7 +8,13 @@ from dataclasses import fields
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from capserve.serving.metrics import LATENCY_WINDOW, MetricsLog, TurnMetrics, line
+from capserve.serving.metrics import (
+    LATENCY_WINDOW,
+    MetricsLog,
+    TurnMetrics,
+    line,
+    rejected_before_submit,
+)
 
 DONE = TurnMetrics(
     request_id="req-1",
@@ -65,6 +71,25 @@ def test_health_and_prometheus_add_up_the_same_turns() -> None:
     assert series["capserve_misses_total", ("diverged",)] == 1
     assert series["capserve_queue_depth", ()] == 7
     assert series["capserve_phase_seconds_sum", ("first_delta",)] == pytest.approx(0.08)
+
+
+def test_the_prompt_tokens_of_all_turns_are_those_cached_and_those_read() -> None:
+    log = MetricsLog()
+    cut = TurnMetrics("r", "cancelled", "append", prompt_tokens=700, cached_tokens=40)
+    for turn in (DONE, cut, TurnMetrics("r", "rejected", prompt_tokens=9000)):
+        log.record(turn)
+    health = log.health()
+    assert health["prompt_tokens"] == 140
+    assert health["cached_tokens"] + health["new_prefill_tokens"] == 140
+
+
+def test_a_request_refused_before_its_turn_has_a_record_too() -> None:
+    log = MetricsLog()
+    refused = rejected_before_submit("req-3", 12.0)
+    log.record(refused)
+    assert (refused.request_id, refused.tokenize_ms) == ("req-3", 12.0)
+    assert log.health()["by_state"] == {"rejected": 1}
+    assert samples(log)["capserve_turns_total", ("rejected", "none")] == 1
 
 
 def test_percentiles_are_over_the_last_turns_that_got_a_token() -> None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
+from capserve.engine.seam import CapsulePart
 from capserve.nano import checkpoint_dir
-from capserve.serving.capsules import CapsuleStore
-from capserve.serving.journal import JournalView, TurnMark, lcp
+from capserve.serving.capsules import CapsuleKey, CapsuleStore
+from capserve.serving.journal import JournalView, TurnMark, lcp, prefix_digests
 from capserve.serving.misses import OPENING_TOKENS
 from capserve.serving.prefix import AutoPrefixPolicy, Rates
 from capserve.testing.fake_engine import fake_limits
@@ -17,6 +19,13 @@ from capserve.text.messages import Conversation, Message, Role
 from capserve.text.prompt import Prompt, PromptBuilder
 from capserve.text.template import ChatTemplate
 from capserve.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class Kept:
+    position: int
+    parts: Sequence[CapsulePart] = ()
+
 
 SYSTEM = Message("system", "You are a careful assistant who answers briefly.")
 FACTS = Message("user", "Which is the longest river of Europe?")
@@ -81,3 +90,26 @@ def test_other_tools_and_other_switches_are_named_together(builder: PromptBuilde
         common = lcp(before.tokens, now.tokens)
         assert common > OPENING_TOKENS
         assert miss(before, now) == f"diverged(tools_or_switches, token {common})"
+
+
+def test_a_continued_reply_that_is_read_again_has_a_reason(builder: PromptBuilder) -> None:
+    said = "The Volga is the longest river of Europe, and flows into the Caspian Sea. " * 8
+    begun = builder.build(Conversation((SYSTEM, FACTS, Message("assistant", said))))
+    assert begun.continues_reply
+    assert len(begun.tokens) > begun.prompt_end + 50
+    known = JournalView("s", "k/a", begun.tokens, begun.chain)
+    policy, store = AutoPrefixPolicy(fake_limits()), CapsuleStore(1 << 20)
+
+    def keep(position: int) -> None:
+        digest = prefix_digests(begun.tokens, [position])[0]
+        store.put(CapsuleKey("k/a", position, digest), Kept(position), ())
+
+    keep(begun.prompt_end)
+    plan = policy.plan(begun, "k/a", None, [known], store, Rates())
+    assert (plan.position, str(plan.miss)) == (begun.prompt_end, "no_candidate")
+    other = builder.build(Conversation((SYSTEM, FACTS, Message("assistant", said[:200] + "But"))))
+    plan = policy.plan(other, "k/a", None, [known], store, Rates())
+    assert str(plan.miss) == f"diverged(message 2, token {lcp(begun.tokens, other.tokens)})"
+    keep(len(begun.tokens))
+    plan = policy.plan(begun, "k/a", None, [known], store, Rates())
+    assert (plan.position, plan.miss) == (len(begun.tokens), None)

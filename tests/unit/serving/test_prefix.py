@@ -274,6 +274,12 @@ def test_the_boundaries_of_a_prefill_are_the_places_worth_coming_back_to() -> No
     assert POLICY.boundaries(raw_prompt([1, 2, 3], prompt_end=0), 0) == ()
 
 
+def test_a_reply_that_is_continued_has_a_boundary_at_its_end() -> None:
+    prompt = replace(raw_prompt(list(range(90)), prompt_end=7), continues_reply=True)
+    assert POLICY.boundaries(prompt, 0) == (7, 32, 64, 90)
+    assert EXACT.boundaries(prompt, 0) == (4, 32, 64, 88)
+
+
 def test_a_commit_is_kept_anywhere_but_in_exact_mode_only_where_bits_are_equal() -> None:
     assert POLICY.on_commit(37, bit_exact=False)
     assert not POLICY.on_commit(0, bit_exact=True)

@@ -1,10 +1,9 @@
-"""Who is alive, who is hot, and who owns which capsule."""
+"""Who is alive, and who is hot."""
 
 from __future__ import annotations
 
 import pytest
 
-from capserve.serving.capsules import CapsuleKey
 from capserve.serving.journal import Journal, SpanKind
 from capserve.serving.sessions import Session, SessionRegistry
 
@@ -13,10 +12,6 @@ def journal(length: int) -> Journal:
     made = Journal()
     made.append([1] * length, SpanKind.PREFILL)
     return made
-
-
-def key(position: int) -> CapsuleKey:
-    return CapsuleKey("k/a", position, b"d")
 
 
 def add(registry: SessionRegistry, now: float, length: int = 10) -> Session:
@@ -34,15 +29,15 @@ def test_the_least_recently_used_sessions_go_beyond_the_limit() -> None:
         registry.get(second.id)
 
 
-def test_idle_sessions_expire_and_give_up_what_nobody_else_owns() -> None:
+def test_sessions_that_are_idle_for_longer_than_the_ttl_expire() -> None:
     registry = SessionRegistry(max_active=9, idle_ttl_s=10.0)
-    old, young = add(registry, 0.0), add(registry, 5.0)
-    registry.own(old, key(3))
-    registry.own(old, key(4))
-    registry.own(young, key(4))
-    assert registry.expire(10.0) == []
-    assert registry.expire(10.5) == [key(3)]
-    assert registry.expire(99.0) == [key(4)]
+    add(registry, 0.0)
+    young = add(registry, 5.0)
+    registry.expire(10.0)
+    assert len(registry) == 2
+    registry.expire(10.5)
+    assert [view.session_id for view in registry.views()] == [young.id]
+    registry.expire(99.0)
     assert len(registry) == 0
 
 
@@ -69,13 +64,3 @@ def test_a_session_is_hot_only_where_its_journal_is() -> None:
     for position in (8, 11):
         with pytest.raises(AssertionError, match="journal 10 tokens"):
             registry.mark_hot(session, position)
-
-
-def test_the_newest_capsule_is_the_last_one_owned() -> None:
-    registry = SessionRegistry(max_active=9, idle_ttl_s=10.0)
-    session = add(registry, 0.0)
-    assert session.newest is None
-    for position in (3, 8, 3):
-        registry.own(session, key(position))
-    assert session.newest == key(3)
-    assert list(session.capsules) == [key(8), key(3)]

@@ -54,6 +54,26 @@ def test_the_least_recently_used_record_leaves_when_the_budget_is_full() -> None
     assert len(transcripts) == 2, "one that can never fit emptied the index"
 
 
+def test_a_superseded_record_leaves_before_the_oldest() -> None:
+    size = record_bytes(record("x"))
+    transcripts = Transcripts(budget_bytes=2 * size)
+    transcripts.publish("k/a", b"other", record("x"))
+    transcripts.publish("k/a", b"one", record("x"))
+    transcripts.publish("k/a", b"two", record("x"), supersedes=b"one")
+    assert transcripts.longest("k/a", (b"one",)) is None
+    assert transcripts.longest("k/a", (b"other",)) is not None
+    assert transcripts.longest("k/a", (b"two",)) is not None
+    transcripts.publish("k/b", b"three", record("x"), supersedes=b"two")
+    assert transcripts.longest("k/a", (b"two",)) is not None, "another namespace's went first"
+
+
+def test_text_is_charged_by_what_it_takes() -> None:
+    tokens = record("x").tokens.nbytes
+    assert record_bytes(record("a" * 100)) == tokens + 2 * 100
+    for text in ("é" * 100, "語" * 100, "🦫" * 100):
+        assert record_bytes(record(text)) == tokens + 2 * 400 >= tokens + 2 * len(text.encode())
+
+
 def test_a_published_record_can_not_be_changed() -> None:
     transcripts = Transcripts()
     transcripts.publish("k/a", b"one", record("x"))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -205,6 +207,53 @@ def test_a_broken_account_turns_health_red_and_ends_nobody_else() -> None:
         s.store.check = check  # type: ignore[method-assign]
         healing.open()
         assert s.worker.wait_ready(WAIT_S)
+        assert_serves_right(s)
+
+
+def test_a_broken_account_empties_the_store_and_counts_once() -> None:
+    with serving(idle_check_s=0.01) as s:
+        upkept = threading.Semaphore(0)
+        check = s.store.check
+
+        def counted() -> None:
+            check()
+            upkept.release()
+
+        def drifted() -> None:
+            s.store.check = counted  # type: ignore[method-assign]
+            s.store._used_bytes += 1
+            check()
+
+        finished(s.ask(make_prompt([QUESTION]))[0])
+        s.store.check = drifted  # type: ignore[method-assign]
+        for _ in range(3):
+            assert upkept.acquire(timeout=WAIT_S)
+        assert s.worker.health()["faults"] == 1
+        assert s.worker.ready
+        again = finished(s.ask(make_prompt([QUESTION]))[0])
+        assert (again.metrics.cached_tokens, again.metrics.miss_reason) == (0, "evicted")
+        assert_serves_right(s)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [MemoryError(), RuntimeError("CUDA out of memory."), RuntimeError("can't allocate 9 bytes")],
+    ids=["by type", "in words", "in other words"],
+)
+def test_a_capsule_that_memory_has_no_room_for_costs_no_turn(error: Exception) -> None:
+    def refuse() -> None:
+        raise error
+
+    with serving() as s:
+        prompt = make_prompt([QUESTION])
+        s.engine.when("snapshot", 1, refuse)
+        end, sink = s.ask(prompt, pin=True)
+        assert finished(end).metrics.pin == (
+            f"refused: the machine has no memory for the state of {prompt.prompt_end} tokens"
+        )
+        assert sink.tokens == cold_reply(s.engine.limits, prompt, SAMPLING, 8)
+        assert s.worker.health()["faults"] == 0
+        assert s.store.footprint().refused == 1
         assert_serves_right(s)
 
 

@@ -8,6 +8,7 @@ import pytest
 from serving_harness import (
     END,
     WAIT_S,
+    RecordingSink,
     cold_reply,
     failed,
     finished,
@@ -26,6 +27,7 @@ from capserve.errors import (
     TooLargeError,
     UnavailableError,
 )
+from capserve.serving.turn import Finished, TurnEvent
 from capserve.testing.fake_engine import FakeEngine, fake_limits
 
 SYSTEM = system(some_words(150, seed=1))
@@ -136,21 +138,81 @@ def test_a_full_queue_is_refused_with_a_time_to_retry_and_then_serves_again() ->
 
 def test_idle_sessions_expire_with_their_capsules_but_pins_stay() -> None:
     with serving(session_idle_ttl_s=0.0, idle_check_s=0.01) as s:
-        expired = threading.Event()
-        expire = s.sessions.expire
+        upkept = threading.Event()
+        check = s.store.check
 
-        def watched(now: float) -> object:
-            orphans = expire(now)
-            if orphans:
-                expired.set()
-            return orphans
+        def watched() -> None:
+            check()
+            if s.store.footprint().evicted:
+                upkept.set()
 
-        s.sessions.expire = watched  # type: ignore[assignment,method-assign]
+        s.store.check = watched  # type: ignore[method-assign]
         finished(s.ask(make_prompt([SYSTEM, QUESTION]), pin=100)[0])
-        assert expired.wait(WAIT_S)
+        assert upkept.wait(WAIT_S)
     assert len(s.sessions) == 0
     assert s.store.footprint().capsules == s.store.footprint().pinned == 1
     assert s.sessions.hot is None
+
+
+def test_upkeep_is_done_on_a_busy_server_too() -> None:
+    with serving(idle_check_s=0.001) as s:
+        waiting_at: list[int] = []
+        gate = s.engine.hold("extend")
+        sinks = [s.submit(make_prompt([QUESTION]))[1]]
+        gate.wait_arrived()
+        sinks += [s.submit(make_prompt([QUESTION]))[1] for _ in range(2)]
+        check = s.store.check
+
+        def watched() -> None:
+            waiting_at.append(s.worker.depth())
+            check()
+
+        s.store.check = watched  # type: ignore[method-assign]
+        gate.open()
+        for sink in sinks:
+            finished(sink.wait())
+    assert waiting_at[0] == 2, "the first upkeep waited for an empty queue"
+
+
+def test_sessions_beyond_the_limit_leave_and_their_capsules_stay() -> None:
+    with serving(max_active_sessions=1) as s:
+        prompts = [make_prompt([user(some_words(80, seed=seed))]) for seed in range(4)]
+        for prompt in prompts:
+            finished(s.ask(prompt)[0])
+        assert len(s.sessions) == 1
+        assert s.store.footprint().evicted == 0
+        for prompt in prompts:
+            assert finished(s.ask(prompt)[0]).metrics.cached_tokens == prompt.prompt_end
+
+
+def test_a_pin_beyond_half_of_the_budget_is_refused_and_its_state_kept_unpinned() -> None:
+    limits = fake_limits()
+    engine = FakeEngine(limits, script=lambda context: [20, END])
+    budget = 3 * limits.capsule_bytes(152)
+    with serving(engine=engine, budget_bytes=budget) as s:
+        first = finished(s.ask(make_prompt([SYSTEM, QUESTION]), pin=152)[0])
+        assert first.metrics.pin == "pinned"
+        prompt = make_prompt([user(some_words(150, seed=4)), QUESTION])
+        second = finished(s.ask(prompt, pin=152)[0])
+        needed = 2 * limits.capsule_bytes(152)
+        refusal = f"needs {needed} bytes beside the pins, the budget for pins is {budget // 2}"
+        assert second.metrics.pin == f"refused: {refusal}"
+        assert s.store.footprint().pinned == 1
+
+
+def test_a_client_that_asks_again_the_moment_it_hears_the_end_is_not_refused() -> None:
+    class AsksAgain(RecordingSink):
+        def deliver(self, event: TurnEvent) -> None:
+            if isinstance(event, Finished):
+                s.worker.submit(following)
+            super().deliver(event)
+
+    with serving(max_queue_depth=0) as s:
+        prompt = make_prompt([QUESTION])
+        following = s.item(prompt)
+        finished(s.ask(prompt, sink=AsksAgain())[0])
+        assert isinstance(following.sink, RecordingSink)
+        finished(following.sink.wait())
 
 
 def test_before_the_start_and_after_the_stop_turns_are_refused_with_503() -> None:

@@ -9,6 +9,7 @@ from serving_harness import (
     RecordingSink,
     WordDelta,
     WordOutput,
+    chain_of,
     cold_reply,
     failed,
     finished,
@@ -112,6 +113,33 @@ def test_a_branch_from_a_parked_session_is_a_fork_and_leaves_it_whole() -> None:
         assert finished(s.ask(s.build(longer))[0]).metrics.prefix_action == "restore"
 
 
+def test_a_side_request_costs_nothing_even_when_one_session_alone_may_live() -> None:
+    with serving(engine=scripted(20, 21, END), max_active_sessions=1) as s:
+        first, _ = s.ask(s.build([SYSTEM, QUESTION]))
+        s.ask(s.build([system(some_words(20, seed=8)), user(some_words(9, seed=9))]))
+        assert len(s.sessions) == 1
+        longer = [SYSTEM, QUESTION, finished(first).message, user(some_words(10, seed=5))]
+        done = finished(s.ask(s.build(longer))[0])
+        assert done.metrics.prefix_action == "restore"
+        assert done.metrics.new_prefill_tokens == 1 + 12 + 1
+
+
+def test_a_record_that_went_on_leaves_before_another_conversations() -> None:
+    with serving(engine=scripted(20, 21, END)) as s:
+        other = [SYSTEM, user(some_words(61, seed=7))]
+        other.append(finished(s.ask(s.build(other))[0]).message)
+        talk = [SYSTEM, QUESTION]
+        talk.append(finished(s.ask(s.build(talk))[0]).message)
+        # Room for two of these and a little more, but not for three.
+        s.transcripts.budget_bytes = s.transcripts.used_bytes * 5 // 4
+        talk.append(user(some_words(10, seed=5)))
+        talk.append(finished(s.ask(s.build(talk))[0]).message)
+        chain = chain_of(talk)
+        assert s.transcripts.longest("key/a", chain[:-2]) is None, "the superseded one stayed"
+        assert s.transcripts.longest("key/a", chain) is not None
+        assert s.transcripts.longest("key/a", chain_of(other)) is not None
+
+
 def test_namespaces_never_share_state_and_the_reason_says_so() -> None:
     with serving(engine=scripted(20, END)) as s:
         prompt = make_prompt([SYSTEM, QUESTION])
@@ -205,21 +233,24 @@ def test_what_a_client_hears_is_already_the_tail_of_the_journal(drafts: int) -> 
         assert journal == [*prompt.tokens.tolist(), *delivered]
 
 
-def test_a_trimmed_chunk_leaves_no_session_hot_and_the_next_turn_is_right() -> None:
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_a_reply_cut_at_any_length_leaves_its_state_hot_and_is_continued_by_append(
+    drafts: int,
+) -> None:
     limits = fake_limits()
     prompt = make_prompt([QUESTION])
-    sampling = Sampling(end_tokens=(END,), drafts=4)
-    hot_after = {}
+    sampling = Sampling(end_tokens=(END,), drafts=drafts)
     for most in range(1, 12):
         with serving(limits) as s:
             done = finished(s.ask(prompt, max_tokens=most, sampling=sampling)[0])
-            lead = len(s.sessions.views()[-1].tokens) - len(prompt.tokens) - most
-            hot_after[lead > 0] = s.worker.health()["hot_position"]
+            assert done.reason is FinishReason.LENGTH
             longer = make_prompt([QUESTION, done.message, user(some_words(4))])
-            _, sink = s.ask(longer, sampling=sampling)
+            end, sink = s.ask(longer, sampling=sampling)
+            assert end.metrics.prefix_action == "append"
+            # All of the prompt and the reply but its last token, which no state absorbed.
+            assert end.metrics.cached_tokens == len(prompt.tokens) + most - 1
+            assert end.metrics.miss_reason is None
             assert sink.tokens == cold_reply(limits, longer, sampling, 8)
-    assert hot_after[True] is None, "the state leads what the client saw"
-    assert hot_after[False] is not None
 
 
 def test_a_stop_string_ends_the_turn_and_leaves_no_session_hot() -> None:

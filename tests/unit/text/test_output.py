@@ -6,6 +6,8 @@ import itertools
 import json
 import random
 
+import pytest
+
 from capserve.testing.replies import TOOLS, Reply, generate_replies
 from capserve.text.markup import spell_call, spell_parameter
 from capserve.text.messages import Message
@@ -163,6 +165,48 @@ def test_a_stop_string_inside_a_call_does_not_cut_it(tokenizer):
     message = read(tokenizer, spec, [byte_tokens(tokenizer, text)])
     assert message.content == "ok"
     assert [call.arguments for call in message.tool_calls] == ['{"a":"END"}']
+
+
+GET_TIME = spell_call("get_time", "")
+
+
+@pytest.mark.parametrize(
+    ("text", "calls", "stopped"),
+    [
+        ("ok " + GET_TIME, 1, False),
+        ("ok " + GET_TIME + "\n\n", 1, False),
+        ("ok " + GET_TIME + "\n" + GET_TIME, 1, True),
+        ("ok " + GET_TIME + GET_TIME * 2, 1, True),
+        ("ok " + GET_TIME + " more", 1, True),
+        ("ok, no call", 0, False),
+    ],
+)
+def test_a_reply_with_a_most_of_one_call_ends_after_it_however_it_is_cut(
+    tokenizer, text, calls, stopped
+):
+    spec = OutputSpec(tools=TOOLS, max_calls=1)
+    data = byte_tokens(tokenizer, text)
+    own = tokenizer.encode(text).tolist()
+    for parts in ([data], [own], [[token] for token in data], [[token] for token in own]):
+        output = TurnOutput(spec, tokenizer, {8185})
+        for part in parts:
+            output.feed(part)
+        output.feed([8185])
+        output.finish()
+        assert (output.calls, output.stopped) == (calls, stopped)
+        assert output.calls_are_full == bool(calls)
+        assert output.message().content == ("ok" if calls else text)
+
+
+def test_after_the_last_call_that_a_reply_may_have_the_next_word_stops_it(tokenizer):
+    output = TurnOutput(OutputSpec(tools=TOOLS, max_calls=2), tokenizer, {8185})
+    own = tokenizer.encode(GET_TIME + GET_TIME).tolist()
+    assert len(output.feed(own).calls) == 2
+    assert not output.stopped, "the end token may come now, and the state is then whole"
+    output.feed(tokenizer.encode("\n").tolist())
+    assert not output.stopped
+    output.feed(tokenizer.encode("<tool_call>").tolist())
+    assert output.stopped, "not only when the third call is complete"
 
 
 def test_call_ids_are_unguessable_and_of_the_usual_form(tokenizer):

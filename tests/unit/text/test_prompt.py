@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from capserve.errors import InvalidRequestError
+from capserve.errors import ContextLengthError, InvalidRequestError
 from capserve.text.messages import Conversation, Message, ToolCall
 from capserve.text.prompt import PromptBuilder
 from capserve.text.template import ChatTemplate
@@ -180,6 +180,29 @@ def test_deep_tools_are_a_400_in_the_chain_too(builder):
         builder.chain(conv(U("q"), tools=({"x": deep},)))
 
 
+@pytest.mark.parametrize("text", ["word " * 40_000, "[]," * 60_000, "é" * 90_000])
+def test_a_prompt_far_beyond_the_most_tokens_is_given_up_before_it_is_tokenized(
+    builder, tokenizer, text
+):
+    count = len(builder.build(conv(U(text))).tokens)
+    before = tokenizer.counters.bytes_encoded
+    with pytest.raises(ContextLengthError, match="maximum context length is 500 tokens"):
+        builder.build(conv(U(text + "!")), most_tokens=500)
+    assert tokenizer.counters.bytes_encoded == before
+    # One that is just too long is told with its exact number by the caller, who needs the tokens.
+    assert len(builder.build(conv(U(text)), most_tokens=count - 1).tokens) == count
+    assert len(builder.build(conv(U(text)), most_tokens=count).tokens) == count
+
+
+def test_only_what_is_new_beside_the_journal_counts_as_too_long(builder, tokenizer):
+    prompt = builder.build(conv(U("q " * 5000)))
+    record = finish(builder, tokenizer, prompt, "\n</think>\n\nok<|im_end|>", A("ok", reasoning=""))
+    again = builder.build(
+        conv(U("q " * 5000), A("ok"), R("x")), record, most_tokens=len(record.tokens) + 50
+    )
+    assert again.spliced_tokens == len(record.tokens)
+
+
 # --- known nonces ----------------------------------------------------------------------------
 
 NONCE = "x-anthropic-billing-header: cc_version=2.1.332.{}; cc_entrypoint=cli;"
@@ -231,6 +254,36 @@ def test_a_tool_loop_keeps_the_journal_and_tokenizes_only_the_result(builder, to
             first.conversation.__class__((*first.conversation.messages, reply), TOOLS)
         )[3]
     )
+
+
+@pytest.mark.parametrize(
+    ("sent", "spliced"),
+    [
+        (None, True),
+        ("", True),
+        (" \n", True),
+        ("Let me see.", True),
+        ("\nLet me see.\n", True),
+        ("Let me not see.", False),
+    ],
+)
+def test_reasoning_may_be_missing_but_an_edited_one_is_what_the_model_reads(
+    builder, tokenizer, sent, spliced
+):
+    prompt = builder.build(conv(U("q"), tools=TOOLS))
+    raw = "Let me see.\n</think>\n\n<tool_call>\n<function=read>\n</function>\n</tool_call>"
+    reply = A(reasoning="Let me see.", tool_calls=(call("{}"),))
+    record = finish(builder, tokenizer, prompt, raw + "<|im_end|>", reply)
+    echo = A(reasoning=sent, tool_calls=(call("{}"),))
+    again = builder.build(conv(U("q"), echo, R("x"), tools=TOOLS), record)
+    text = b"".join(map(tokenizer.token_bytes, again.tokens.tolist())).decode()
+    assert bool(again.spliced_messages) == spliced
+    assert ("Let me see." in text) == spliced
+    if not spliced:
+        assert "Let me not see." in text
+        assert again.conversation.messages[1].reasoning == "Let me not see."
+        plain = builder.build(conv(U("q"), echo, R("x"), tools=TOOLS))
+        assert again.tokens.tolist() == plain.tokens.tolist()
 
 
 def test_an_empty_think_block_stays_in_the_journal(builder, tokenizer):
