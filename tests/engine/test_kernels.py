@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -13,6 +16,8 @@ from capserve.engine.kernels.attention import reference as attention
 from capserve.engine.kernels.gated_delta import reference as gated_delta
 from capserve.engine.kernels.rows_matmul.cpu import rows_matmul_bf16, rows_matmul_f32
 from capserve.engine.kernels.rows_matmul.reference import rows_matmul
+from capserve.engine.layers.norm import RmsNorm
+from capserve.engine.runtime import TorchEngine
 
 TOLERANCE = 2e-5
 """Of float32 results of size about 1, the same for every kernel."""
@@ -60,6 +65,46 @@ def test_prefill_attention_equals_its_reference_and_ignores_what_it_must_not_see
     k[:, unseen], v[:, unseen] = torch.nan, torch.nan
     got = attention_cpu.prefill(q, k, v, first, start)
     assert (got - expected).abs().max() < TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["flat-tied", "gqa6-equal-heads", "no-mtp"])
+@torch.inference_mode()
+def test_the_compiled_delta_net_equals_its_torch_form(
+    name: str, tiny_dir: Callable[[str], Path]
+) -> None:
+    """Outputs and, after the accepted rows are folded in, every part of the state."""
+    engine = TorchEngine.load(tiny_dir(name), max_model_len=256, prefill_chunk=64, threads=1)
+    model, state = engine._model, engine._state
+    engine.extend(np.arange(50, dtype=np.int32))
+    start = engine.snapshot()
+    compiled = state.compiled
+    assert compiled is not None
+    results = []
+    for form in (compiled, None):
+        state.compiled = form
+        engine.restore(start)
+        hidden = model.verify(torch.arange(60, 67), state, 50)
+        state.accepted_rows = 4
+        state.settle()
+        results.append((hidden, state.recurrent.clone(), state.conv[:, : state.taps].clone()))
+    state.compiled = compiled
+    for got, expected in zip(*results, strict=True):
+        assert (got - expected).abs().max() < TOLERANCE
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    rows=st.integers(1, 9), heads=st.integers(1, 4), dim=st.integers(1, 80), seed=st.integers(0, 9)
+)
+def test_the_compiled_norm_equals_its_torch_form(
+    rows: int, heads: int, dim: int, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    norm = RmsNorm(torch.randn(heads, dim, generator=generator), 1e-6)
+    x = torch.randn(rows, heads, dim, generator=generator)
+    few = norm(x)
+    many = norm(x.repeat(10, 1, 1))[:rows]  # too many rows for the compiled form
+    assert (few - many).abs().max() < TOLERANCE
 
 
 @pytest.mark.parametrize("start", [0, 1, 40, 63, 64, 100])

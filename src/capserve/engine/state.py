@@ -10,13 +10,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from capserve.engine.kernels.causal_conv.reference import shifts
+from capserve.engine.kernels.gated_delta.cpu import fold_rows
 from capserve.engine.kernels.gated_delta.reference import fold
 from capserve.engine.layers.linear import MAX_ROWS, ROW_TILE
 from capserve.engine.models.config import ModelConfig
+
+Array = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True)
@@ -132,11 +137,23 @@ class State:
         """Rows of the last verify that are part of the state. Row 0, the pending token's, landed at
         once, since it is always accepted; the others are folded in by `settle`."""
         self._views: dict[tuple[int, int], RowViews] = {}
+        on_cpu = device.type == "cpu" and dtype == torch.float32
+        self.compiled = [self._arrays(slot) for slot in range(linear)] if on_cpu else None
+        """Each linear layer's buffers as kernels/gated_delta/cpu.py takes them; None where torch's
+        form runs."""
 
     @property
     def nbytes(self) -> int:
         """Bytes of all static buffers, measured."""
         return sum(t.nbytes for t in vars(self).values() if torch.is_tensor(t))
+
+    def _arrays(self, slot: int) -> tuple[Array, ...]:
+        """conv, recurrent, scratch, qk, d, decay of a linear layer, sharing the buffers' memory."""
+        tensors = (self.row_qk[slot], self.row_d[slot], self.row_decay[slot])
+        return tuple(
+            tensor.numpy()
+            for tensor in (self.conv[slot], self.recurrent[slot], self.scratch, *tensors)
+        )
 
     def rows(self, slot: int, count: int) -> RowViews:
         """Views of a linear layer's buffers for `count` rows, made once: the buffers stay."""
@@ -178,6 +195,12 @@ class State:
         """
         if not self.accepted_rows:
             return
+        if self.compiled is not None:
+            if self.accepted_rows > 1:
+                everything = (self.recurrent, self.row_qk, self.row_d, self.row_decay)
+                fold_rows(*(tensor.numpy() for tensor in everything), self.accepted_rows)
+            self._shift_conv()
+            return
         flat = self.recurrent.flatten(0, 1)  # [L * Hv, Dk, Dv]
         for r in range(1, self.accepted_rows):
             fold(
@@ -186,6 +209,9 @@ class State:
                 self.row_decay[:, r].flatten(0, 1),
                 flat,
             )
+        self._shift_conv()
+
+    def _shift_conv(self) -> None:
         last = slice(self.accepted_rows, self.accepted_rows + self.taps)
         self.conv[:, : self.taps] = self.conv[:, last].clone()
         self.accepted_rows = 0

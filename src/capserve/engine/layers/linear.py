@@ -58,10 +58,12 @@ class Linear:
             padded = x.new_zeros(ROW_TILE, x.shape[1])
             padded[:count] = x
             return functional.linear(padded, self._weight)[:count]
-        wide = x.float()
+        plain = self._dtype is torch.float32
+        wide = x if plain else x.float()
         if count > MAX_ROWS:
             return functional.linear(wide, self._weight).to(self._dtype)
         y = np.empty((count, self._weight.shape[0]), np.float32)
         kernel = rows_matmul_bf16 if self._exact_bf16 else rows_matmul_f32
         kernel(wide.numpy(), self._rows_weight, y)
-        return torch.from_numpy(y).to(self._dtype)
+        result = torch.from_numpy(y)
+        return result if plain else result.to(self._dtype)

@@ -13,7 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -22,6 +24,7 @@ from capserve.engine.kernels.attention import cpu as attention_cpu
 from capserve.engine.kernels.attention import reference as attention
 from capserve.engine.kernels.causal_conv.reference import causal_conv, shifts
 from capserve.engine.kernels.gated_delta import reference as gated_delta
+from capserve.engine.kernels.gated_delta.cpu import delta_rows
 from capserve.engine.layers.linear import Linear
 from capserve.engine.layers.norm import RmsNorm
 from capserve.engine.layers.rotary import Angles, Rotary
@@ -191,12 +194,20 @@ class DeltaNet:
         )
         self.sizes = [config.conv_dim, config.value_dim, 2 * self.value_heads]
         self.qkv_sizes = [2 * config.key_dim, config.value_dim]
-        self.conv = weights["linear_attn.conv1d.weight"].float()[:, 0].t().contiguous().unbind(0)
+        taps = weights["linear_attn.conv1d.weight"].float()[:, 0].t().contiguous()  # [W, C]
+        self.conv = taps.unbind(0)
         self.rate = -weights["linear_attn.A_log"].float().exp()  # [Hv]
         self.dt_bias = weights["linear_attn.dt_bias"].float()
-        self.norm = RmsNorm(weights["linear_attn.norm.weight"].float(), config.rms_norm_eps)
+        norm = weights["linear_attn.norm.weight"].float()
+        self.norm = RmsNorm(norm, config.rms_norm_eps)
         self.out = Linear(weights["linear_attn.out_proj.weight"])
         self.qk_floor = torch.tensor(1e-6, device=self.rate.device)
+        # what kernels/gated_delta/cpu.py reads beside the state's buffers
+        self.constants: tuple[Any, ...] = ()
+        if self.rate.device.type == "cpu":
+            tensors = (taps, self.rate, self.dt_bias, norm)
+            eps = np.float32(config.rms_norm_eps)
+            self.constants = (*(tensor.numpy() for tensor in tensors), eps)
         # q is also scaled by Dk^-1/2: [q|k, 1, 1]
         self.qk_gain = torch.tensor([self.key**-0.5, 1.0], device=self.rate.device)[:, None, None]
 
@@ -240,6 +251,11 @@ class DeltaNet:
     def verify(self, x: Tensor, state: State, span: Span) -> Tensor:
         """R rows: the first lands in the state, the others run on a scratch copy of it, and
         `State.settle` folds the accepted ones in."""
+        if state.compiled:
+            y = np.empty((span.count, self.value_heads * self.value), np.float32)
+            conv, *others = state.compiled[self.slot]
+            delta_rows(self.projections(x).numpy(), conv, *self.constants, *others, y)
+            return self.out(torch.from_numpy(y))
         mixed, z, ba = self._project(x)
         rows = state.rows(self.slot, span.count)
         rows.conv_new.copy_(mixed)

@@ -7,23 +7,14 @@ until the scheduler has given every thread its turn (measured: 7 ms a region; do
 """
 
 import numpy as np
-from numba import njit
+
+from capserve.engine.kernels.compiled import compiled
 
 _ORDER_FREE = {"reassoc", "contract", "nsz"}
 """Let the compiler add in vector lanes. The order is fixed when the loop is compiled, not by R."""
 
 
-def _compiled(loop):
-    """Compile `loop` at its first call, and keep the machine code beside the source or in the
-    user's cache folder, where one of them can be written."""
-    options = {"nogil": True, "fastmath": _ORDER_FREE}
-    try:
-        return njit(cache=True, **options)(loop)
-    except RuntimeError:  # no place to keep it: a read-only installation without a home
-        return njit(**options)(loop)
-
-
-@_compiled
+@compiled(fastmath=_ORDER_FREE)
 def rows_matmul_f32(x, weight, y):
     """x [R, K] f32, weight [N, K] f32; writes y [R, N] f32."""
     rows, inner = x.shape
@@ -35,7 +26,7 @@ def rows_matmul_f32(x, weight, y):
             y[r, n] = total
 
 
-@_compiled
+@compiled(fastmath=_ORDER_FREE)
 def rows_matmul_bf16(x, weight, y):
     """The same with weight [N, K] as the bits of bfloat16, uint16."""
     rows, inner = x.shape
