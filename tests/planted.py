@@ -145,8 +145,8 @@ PLANTED = (
         (
             Edit(
                 "engine/layers/linear.py",
-                "        wide = x.float()\n        if count > MAX_ROWS:\n",
-                "        wide = x.float()\n        if count > 1:\n",
+                "else x.float()\n        if count > MAX_ROWS:\n",
+                "else x.float()\n        if count > 1:\n",
             ),
         ),
     ),
