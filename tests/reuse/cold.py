@@ -11,9 +11,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
-import torch
 
-from capserve.engine.kernels.philox.reference import gumbel
+from capserve.engine.margin import margin
 from capserve.engine.runtime import TorchEngine
 from capserve.engine.seam import MAX_TOP_LOGPROBS, Capsule, Sampling, TokenArray, TokenLogprob
 from tests.reuse.ledger import MOST_DRIFT, NEAR_TIE, Ledger, NearTie
@@ -56,9 +55,10 @@ class ColdRun:
                     seen.drift = max(seen.drift, abs(known.logprob - chunk.logprobs[0].logprob))
                 continue
             index = len(self._said) - 1
-            margin = self._margin(chunk.logprobs[0], token, len(self._prompt) + index)
-            tie = NearTie(index, token, chosen, margin)
-            assert margin < NEAR_TIE, f"the cold run decides otherwise: {tie}"
+            position = len(self._prompt) + index
+            gap = margin(chunk.logprobs[0], token, position, self._sampling)
+            tie = NearTie(index, token, chosen, gap)
+            assert gap < NEAR_TIE, f"the cold run decides otherwise: {tie}"
             assert not strict, f"no near tie is allowed here: {tie}"
             seen.near_ties.append(tie)
             said = np.array(self._said, dtype=np.int32)
@@ -70,14 +70,3 @@ class ColdRun:
     def snapshot(self) -> Capsule:
         """The state now: all of the prompt and of what was followed but the last token."""
         return self._engine.snapshot()
-
-    def _margin(self, chosen: TokenLogprob, other: int, position: int) -> float:
-        """Score of the cold run's choice minus that of `other`; infinite for no candidate."""
-        known = dict(chosen.top)
-        if other not in known:
-            return float("inf")
-        gap = chosen.logprob - known[other]
-        if self._sampling.temperature == 0:
-            return gap
-        noise = gumbel(torch.tensor([chosen.token, other]), position, self._sampling.seed)
-        return gap / self._sampling.temperature + float(noise[0] - noise[1])
