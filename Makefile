@@ -3,6 +3,7 @@
 #   make test   the whole test suite
 #   make serve  the server on the embedded model, http://127.0.0.1:8000/v1
 #   make bench  the README's tables
+#   make bench-reuse  how many tokens are read again, over fourteen scenes
 #   make lint   ruff, mypy --strict, import contracts
 
 VENV   ?= .venv
@@ -15,7 +16,7 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3.14 python3; 
 	"$$p" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo "$$p" && break; \
 	done)
 
-.PHONY: setup demo test serve bench lint clean
+.PHONY: setup demo test serve bench bench-reuse lint clean
 .DEFAULT_GOAL := demo
 
 setup: $(READY)
@@ -41,6 +42,9 @@ serve: setup
 bench: setup
 	$(BIN)/python -m benchmarks.engine
 	$(BIN)/python -m benchmarks.turns
+
+bench-reuse: setup
+	$(BIN)/python -m benchmarks.reuse
 
 lint: setup
 	$(BIN)/ruff check .

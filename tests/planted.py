@@ -39,7 +39,9 @@ PLANTED = (
         "::test_only_the_workers_thread_touches_engine_sessions_and_store",
         (
             Edit(
-                "serving/worker.py", '"sessions": seen.sessions', '"sessions": len(self._sessions)'
+                "serving/worker.py",
+                "            **self._snapshot.health(),\n",
+                '            **self._snapshot.health(), "sessions": len(self._sessions),\n',
             ),
         ),
     ),
@@ -50,15 +52,15 @@ PLANTED = (
         "::test_a_chunk_is_in_the_journal_before_its_sink_hears_of_it",
         (
             Edit(
-                "serving/turn_run.py",
-                "            session.journal.append(chunk.tokens, SpanKind.DECODE)\n",
+                "serving/decode_run.py",
+                "        self._session.journal.append(chunk.tokens, SpanKind.DECODE)\n",
                 "",
             ),
             Edit(
-                "serving/turn_run.py",
-                "            self._deliver(delta)\n",
-                "            self._deliver(delta)\n"
-                "            session.journal.append(chunk.tokens, SpanKind.DECODE)\n",
+                "serving/decode_run.py",
+                "        self._deliver(delta)\n",
+                "        self._deliver(delta)\n"
+                "        self._session.journal.append(chunk.tokens, SpanKind.DECODE)\n",
             ),
         ),
     ),
@@ -69,8 +71,21 @@ PLANTED = (
         (
             Edit(
                 "serving/worker.py",
-                "            self._queue.remove(turn)\n        self._end(turn, Cancelled())\n",
-                "            self._queue.remove(turn)\n",
+                "or it has ended\n        self._end(turn, Cancelled())\n",
+                "or it has ended\n",
+            ),
+        ),
+    ),
+    Planted(
+        "I3",
+        "an engine fault forgets the turns that are parked",
+        "unit/serving/test_worker_schedule.py"
+        "::test_a_fault_fails_the_parked_turn_too_and_heals[extend-1]",
+        (
+            Edit(
+                "serving/worker.py",
+                "for clocked in begun), *waiting]:",
+                "for clocked in begun[:1]), *waiting]:",
             ),
         ),
     ),
@@ -82,8 +97,8 @@ PLANTED = (
         (
             Edit(
                 "serving/turn_run.py",
-                "if isinstance(ending, Done) and ending.clean:",
-                "if isinstance(ending, Done):",
+                "        if done.clean:\n",
+                "        if done:\n",
             ),
         ),
     ),
@@ -97,6 +112,20 @@ PLANTED = (
                 "serving/keeper.py",
                 "        self._sessions.clear_hot()\n        now = time.monotonic()\n",
                 "        now = time.monotonic()\n",
+            ),
+        ),
+    ),
+    Planted(
+        "I4",
+        "the hot mark of a guest stays when the parked turn takes the engine again",
+        "unit/serving/test_worker_schedule.py"
+        "::test_the_end_of_a_guest_is_hot_only_until_the_parked_turn_goes_on",
+        (
+            Edit(
+                "serving/keeper.py",
+                "        self._sessions.clear_hot()\n"
+                "        moved_bytes = self._engine.restore(self",
+                "        moved_bytes = self._engine.restore(self",
             ),
         ),
     ),
@@ -120,8 +149,21 @@ PLANTED = (
         (
             Edit(
                 "engine/capsule.py",
-                "        state.recurrent.copy_(capsule.recurrent)\n",
+                "        state.recurrent.copy_(small.recurrent, non_blocking=True)\n",
                 "",
+            ),
+        ),
+    ),
+    Planted(
+        "I5",
+        "a decode that was parked goes on as if it had said nothing yet",
+        "unit/serving/test_worker_schedule.py"
+        "::test_a_short_turn_runs_inside_a_long_one_and_both_say_what_they_would_have_said[step-9]",
+        (
+            Edit(
+                "serving/decode_run.py",
+                "engine.begin(request.sampling, prompt, output)",
+                "engine.begin(request.sampling, prompt)",
             ),
         ),
     ),
@@ -155,7 +197,7 @@ PLANTED = (
         "the bytes of an evicted capsule stay on the account",
         "unit/serving/test_capsules.py"
         "::test_shared_parts_count_once_and_leave_with_their_last_capsule",
-        (Edit("serving/capsules.py", "                self._used_bytes -= nbytes\n", ""),),
+        (Edit("serving/tiers.py", "                self.used_bytes -= shared.part.nbytes\n", ""),),
     ),
     Planted(
         "I8",
@@ -165,13 +207,58 @@ PLANTED = (
         (
             Edit(
                 "serving/capsules.py",
-                "            if not entry.pinned and key != self._protected:\n",
-                "            if key != self._protected:\n",
+                "return entry.pinned or entry.holds > 0 or key == self._protected",
+                "return entry.holds > 0 or key == self._protected",
             ),
+        ),
+    ),
+    Planted(
+        "I8",
+        "the state of a parked turn is evicted like any other capsule",
+        "unit/serving/test_capsules.py::test_a_held_capsule_stays_until_its_last_hold_ends",
+        (
             Edit(
                 "serving/capsules.py",
-                "            if entry.pinned or key == self._protected:\n",
-                "            if key == self._protected:\n",
+                "return entry.pinned or entry.holds > 0 or key == self._protected",
+                "return entry.pinned or key == self._protected",
+            ),
+        ),
+    ),
+    Planted(
+        "I8",
+        "a capsule that was demoted is still counted where it was",
+        "unit/serving/test_capsules.py"
+        "::test_what_makes_way_in_the_nearest_tier_goes_to_the_next_and_is_lost_from_the_last",
+        (
+            Edit(
+                "serving/memory.py",
+                "                self.leave(entry, evicted=True)\n",
+                "",
+            ),
+        ),
+    ),
+    Planted(
+        "I5",
+        "a plan goes on in a session that a parked turn works on",
+        "unit/serving/test_prefix.py::test_a_busy_session_is_forked_from_and_never_continued",
+        (
+            Edit(
+                "serving/prefix.py",
+                "if len(journal.tokens) <= past and not journal.busy:",
+                "if len(journal.tokens) <= past:",
+            ),
+        ),
+    ),
+    Planted(
+        "I5",
+        "a plan starts from the state of a parked turn",
+        "unit/serving/test_capsules.py"
+        "::test_a_parked_state_is_found_by_no_plan_and_goes_with_its_hold",
+        (
+            Edit(
+                "serving/capsules.py",
+                "            self._parked[parked] = entry\n",
+                "            self._catalog.add(entry)\n",
             ),
         ),
     ),

@@ -111,6 +111,30 @@ class Settings(BaseSettings):
         Flag("Scheduling", "MTP drafts per step, 0 to 8, capped by what the checkpoint can."),
     ] = Field(3, ge=0, le=8)
 
+    schedule: Annotated[
+        Literal["fair", "fifo"],
+        Flag("Scheduling", "fair: a long turn is parked for a short one that waits."),
+    ] = "fair"
+    fair_share: Annotated[
+        float,
+        Flag("Scheduling", "Most of a long turn's time that it may be parked, 0 to 0.9."),
+    ] = Field(0.5, ge=0, le=0.9)
+    min_slice_ms: Annotated[
+        float,
+        Flag("Scheduling", "Milliseconds a turn runs between two parkings.", name="min-slice"),
+    ] = Field(200.0, ge=0)
+    short_turn_ms: Annotated[
+        float,
+        Flag(
+            "Scheduling",
+            "A waiting turn with a lower estimate, in milliseconds, counts as short.",
+            name="short-turn",
+        ),
+    ] = Field(3000.0, ge=0)
+    max_parked_turns: Annotated[
+        int, Flag("Scheduling", "Turns that may be parked at the same time.")
+    ] = Field(2, ge=0, le=64)
+
     # reuse
     exact: Annotated[
         bool,
@@ -120,8 +144,28 @@ class Settings(BaseSettings):
         int, Flag("Reuse", "Tokens of a long prefill between two automatic boundaries.")
     ] = Field(2048, ge=64)
     capsule_budget_bytes: Annotated[
-        ByteSize, Flag("Reuse", "Memory for capsules, e.g. 2GiB or 512MB.", name="capsule-budget")
+        ByteSize,
+        Flag("Reuse", "Host memory for capsules, e.g. 2GiB or 512MB.", name="capsule-budget"),
     ] = Field(ByteSize(2 << 30), ge=0)
+    gpu_budget_bytes: Annotated[
+        ByteSize, Flag("Reuse", "Card memory for capsules; CUDA only.", name="gpu-budget")
+    ] = Field(ByteSize(4 << 30), ge=0)
+    disk_budget_bytes: Annotated[
+        ByteSize,
+        Flag("Reuse", "Disk space for capsules; 0 turns the tier off.", name="disk-budget"),
+    ] = Field(ByteSize(16 << 30), ge=0)
+    capsule_dir: Annotated[
+        str | None,
+        Flag("Reuse", "Where capsules outlive the server. Default: the user's cache directory."),
+    ] = None
+    max_import_bytes: Annotated[
+        ByteSize | None,
+        Flag(
+            "Reuse",
+            "Largest session file. Default: the host memory for capsules.",
+            name="max-import",
+        ),
+    ] = Field(None, ge=1)
     session_idle_ttl_s: Annotated[
         float, Flag("Reuse", "Seconds an idle session is kept.", name="session-idle-ttl")
     ] = Field(4 * 3600.0, gt=0)

@@ -86,6 +86,22 @@ class EngineError(CapserveError):
     code = "engine_error"
 
 
+class CapsuleError(CapserveError):
+    """A packed capsule can't be taken: torn, corrupt, or another engine's."""
+
+    status = 400
+    type = "invalid_request_error"
+    code = "bad_capsule"
+
+
+class ConflictError(CapserveError):
+    """What was asked for can't be done while something else holds it, such as a running turn."""
+
+    status = 409
+    type = "invalid_request_error"
+    code = "conflict"
+
+
 class StartupError(CapserveError):
     """The server can't start: bad checkpoint, no memory, port taken. The CLI exits with 2."""
 

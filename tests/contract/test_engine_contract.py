@@ -2,57 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
-from engines import ENGINES
+from contract_steps import GREEDY, SAMPLED, decode, most_drafts, run_cold, some_tokens, with_drafts
 
-from capserve.engine.seam import Chunk, Engine, Sampling, TokenArray
+from capserve.engine.seam import Chunk, Engine, Sampling
 from capserve.errors import CapserveError, ContextLengthError
-
-SAMPLED = Sampling(temperature=0.8, top_k=40, top_p=0.95, seed=1234)
-GREEDY = Sampling()
-
-
-@pytest.fixture(scope="module", params=sorted(ENGINES))
-def built(request: pytest.FixtureRequest) -> Engine:
-    return ENGINES[request.param]()
-
-
-@pytest.fixture
-def engine(built: Engine) -> Iterator[Engine]:
-    built.reset()
-    yield built
-    built.reset()
-
-
-def some_tokens(engine: Engine, count: int, seed: int = 0) -> TokenArray:
-    draw = np.random.default_rng(seed)
-    return draw.integers(0, engine.limits.vocab_size, count, dtype=np.int32)
-
-
-def with_drafts(sampling: Sampling, drafts: int, **changes: object) -> Sampling:
-    values = {name: getattr(sampling, name) for name in Sampling.__dataclass_fields__}
-    return Sampling(**{**values, "drafts": drafts, **changes})
-
-
-def most_drafts(engine: Engine) -> int:
-    return min(4, engine.limits.max_drafts)
-
-
-def decode(engine: Engine, count: int) -> list[int]:
-    tokens: list[int] = []
-    while len(tokens) < count:
-        tokens += engine.step().tokens
-    return tokens[:count]
-
-
-def run_cold(engine: Engine, prompt: TokenArray, sampling: Sampling, count: int) -> list[int]:
-    engine.reset()
-    engine.extend(prompt)
-    engine.begin(sampling, prompt)
-    return decode(engine, count)
 
 
 def test_e1_position_counts_the_tokens_that_were_absorbed(engine: Engine) -> None:
@@ -285,7 +240,7 @@ def test_e9_the_byte_formulas_equal_the_bytes_of_a_capsule(engine: Engine) -> No
         engine.reset()
         engine.extend(some_tokens(engine, length, seed=length))
         capsule = engine.snapshot()
-        parts = {part.key: part.nbytes for part in capsule.parts}
+        parts = {part.name: part.nbytes for part in capsule.parts}
         assert len(parts) == len(capsule.parts), "a capsule names each part once"
         assert sum(parts.values()) == engine.limits.capsule_bytes(length)
 
@@ -295,7 +250,7 @@ def test_e9_capsules_of_one_history_share_their_common_parts(engine: Engine) -> 
     first = engine.snapshot()
     engine.extend(some_tokens(engine, 100, seed=1))
     second = engine.snapshot()
-    kept = {part.key: part.nbytes for capsule in (first, second) for part in capsule.parts}
+    kept = {part.name: part.nbytes for capsule in (first, second) for part in capsule.parts}
     alone = engine.limits.capsule_bytes(600) + engine.limits.capsule_bytes(700)
     assert sum(kept.values()) <= alone - 512 * engine.limits.kv_bytes_per_token
 

@@ -9,7 +9,7 @@ import torch
 from capserve.engine.layers.linear import Linear
 from capserve.engine.runtime import TorchEngine
 from capserve.engine.seam import Sampling
-from tests.engine.helpers import assert_same_bits, generate, tokens
+from tests.engine.helpers import assert_same_bits, generate, live_bits, tokens
 
 PROMPT = 300
 GRID = 128
@@ -41,12 +41,12 @@ def test_a_row_of_a_matmul_has_the_same_bits_in_any_company(
 def test_a_prefill_split_on_the_grid_has_the_bits_of_one_call(engine: TorchEngine) -> None:
     ids = tokens(PROMPT, engine.limits.vocab_size)
     engine.extend(ids)
-    whole = engine.snapshot()
+    whole = live_bits(engine)
     for cuts in ([GRID], [2 * GRID], [GRID, 2 * GRID]):
         engine.reset()
         for part in np.split(ids, cuts):
             engine.extend(part)
-        assert_same_bits(engine.snapshot(), whole)
+        assert_same_bits(live_bits(engine), whole)
 
 
 def test_a_restore_on_the_grid_has_the_bits_of_a_cold_prefill(engine: TorchEngine) -> None:
@@ -54,13 +54,13 @@ def test_a_restore_on_the_grid_has_the_bits_of_a_cold_prefill(engine: TorchEngin
     engine.extend(ids[: 2 * GRID])
     boundary = engine.snapshot()
     engine.extend(ids[2 * GRID :])
-    cold = engine.snapshot()
+    cold = live_bits(engine)
     generate(engine, ids, 30, Sampling(drafts=3))
     engine.reset()
     engine.extend(tokens(200, engine.limits.vocab_size, seed=8))  # another session in between
     engine.restore(boundary)
     engine.extend(ids[2 * GRID :])
-    assert_same_bits(engine.snapshot(), cold)
+    assert_same_bits(live_bits(engine), cold)
 
 
 def test_a_restore_off_the_grid_has_the_bits_of_a_run_that_broke_there_too(
@@ -70,11 +70,11 @@ def test_a_restore_off_the_grid_has_the_bits_of_a_run_that_broke_there_too(
     engine.extend(ids[:201])
     boundary = engine.snapshot()
     engine.extend(ids[201:])
-    cold = engine.snapshot()
+    cold = live_bits(engine)
     engine.reset()
     engine.restore(boundary)
     engine.extend(ids[201:])
-    assert_same_bits(engine.snapshot(), cold)
+    assert_same_bits(live_bits(engine), cold)
 
 
 def test_the_number_of_drafts_changes_no_bit_of_the_state(engine: TorchEngine) -> None:
@@ -91,10 +91,10 @@ def test_the_number_of_drafts_changes_no_bit_of_the_state(engine: TorchEngine) -
         engine.restore(start)  # absorb the same tokens one by one up to the same place
         again, _ = generate(engine, ids, position - PROMPT + 1, Sampling(drafts=0))
         assert again[:60] == out
-        reference = engine.snapshot()
+        reference = live_bits(engine)
         engine.restore(start)
         generate(engine, ids, 60, Sampling(drafts=drafts))
-        assert_same_bits(engine.snapshot(), reference)
+        assert_same_bits(live_bits(engine), reference)
         plain = plain or out
         assert out == plain
 
@@ -186,7 +186,7 @@ def test_every_change_of_k_in_mid_turn_is_invisible(nano: TorchEngine) -> None:
     nano.extend(ids)
     start = nano.snapshot()
     plain, _ = generate(nano, ids, 150, Sampling())
-    reference = nano.snapshot()
+    reference = live_bits(nano)
     nano.restore(start)
     out: list[int] = []
     whole = 0
@@ -202,7 +202,7 @@ def test_every_change_of_k_in_mid_turn_is_invisible(nano: TorchEngine) -> None:
         out += chunk.tokens
     assert whole > 0, "no step accepted all of its drafts: the case was not tried"
     assert out == plain
-    assert_same_bits(nano.snapshot(), reference)
+    assert_same_bits(live_bits(nano), reference)
 
 
 @pytest.mark.parametrize("drafts", [0, 8])
@@ -239,7 +239,7 @@ def test_the_number_of_prefill_threads_changes_no_bit_of_what_is_decoded(nano: T
             for _ in range(5):
                 nano.step()
             nano._settle()
-            states.append(nano.snapshot())
+            states.append(live_bits(nano))
     finally:
         nano._prefill_threads = before
     assert_same_bits(states[0], states[1])

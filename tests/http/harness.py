@@ -12,6 +12,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,9 +26,14 @@ from capserve.api.app import create_app
 from capserve.api.server import bind, running
 from capserve.api.state import ModelInfo, SamplingDefaults, ServerState
 from capserve.engine.seam import Engine, TokenArray
+from capserve.serving.archive import Archive, revive
 from capserve.serving.capsules import CapsuleStore
+from capserve.serving.desk import SessionDesk
+from capserve.serving.disk import DiskTier
+from capserve.serving.keeper import Keeper
 from capserve.serving.limits import Limits
 from capserve.serving.metrics import MetricsLog
+from capserve.serving.orders import SessionOrder
 from capserve.serving.prefix import AutoPrefixPolicy
 from capserve.serving.sessions import SessionRegistry
 from capserve.serving.transcripts import Transcripts
@@ -41,6 +47,7 @@ from capserve.text.tokenizer import Tokenizer
 
 NAME = "nano"
 NANO = Path(capserve.__file__).parent / "nano"
+DISK_BYTES = 1 << 30
 WAIT_S = 20.0
 """Longest that a test waits for something that should happen at once."""
 
@@ -145,6 +152,9 @@ class Watched:
         """Every accepted turn has had its terminal event."""
         self.wait_for(lambda: len(self.ends) == len(self.items), "all turns ended")
 
+    def order(self, order: SessionOrder) -> Future[Any]:
+        return self._worker.order(order)
+
     def depth(self) -> int:
         return self._worker.depth()
 
@@ -164,6 +174,8 @@ class Served:
     state: ServerState
     worker: Watched
     http: httpx.Client
+    disk: DiskTier | None
+    store: CapsuleStore
 
     def post(self, body: dict[str, Any], headers: dict[str, str] | None = None) -> httpx.Response:
         return self.http.post("/v1/chat/completions", json=body, headers=headers)
@@ -236,24 +248,39 @@ def serving(
     heartbeat_s: float = 5.0,
     listener: socket.socket | None = None,
     drafts: int = 3,
+    capsule_dir: Path | None = None,
+    max_import_bytes: int = 64 << 20,
     **limits: Any,
 ) -> Iterator[Served]:
-    """A server over `engine` while the block runs. `limits` are fields of `Limits`."""
+    """A server over `engine` while the block runs. `limits` are fields of `Limits`.
+
+    With `capsule_dir` it has a disk tier there, and begins with what the last one left.
+    """
     size = engine.limits.max_positions
     bounds = Limits(**{"max_prompt_tokens": size, "max_output_tokens": size, **limits})
     prompts = PromptBuilder(tokenizer(), template())
     transcripts, metrics = Transcripts(), MetricsLog()
+    sessions = SessionRegistry(bounds.max_active_sessions, bounds.session_idle_ttl_s)
+    disk = None
+    if capsule_dir is not None:
+        disk = DiskTier.open(capsule_dir, engine.limits.fingerprint, DISK_BYTES)
+    store = CapsuleStore(engine, bounds.capsule_budget_bytes, disk)
+    archive, keeper = Archive(transcripts, disk), Keeper(engine, store, sessions)
     worker = EngineWorker(
         engine,
         bounds,
         AutoPrefixPolicy(engine.limits),
-        CapsuleStore(bounds.capsule_budget_bytes["host"]),
-        SessionRegistry(bounds.max_active_sessions, bounds.session_idle_ttl_s),
+        store,
+        sessions,
         transcripts,
         metrics,
         lambda spec: TurnOutput(spec, tokenizer(), end_tokens()),
         prompts,
+        archive=archive,
+        desk=SessionDesk(engine, store, keeper, sessions, transcripts, archive, prompts),
     )
+    if disk is not None:
+        revive(sessions, transcripts, store, disk, time.time())
     watched = Watched(worker)
     generation = json.loads((NANO / "generation_config.json").read_text())
     state = ServerState(
@@ -272,6 +299,8 @@ def serving(
             end_tokens=end_tokens(),
             defaults=SamplingDefaults.from_generation_config(generation),
         ),
+        engine=engine.limits,
+        max_import_bytes=max_import_bytes,
         api_keys=api_keys,
         heartbeat_s=heartbeat_s,
     )
@@ -281,6 +310,8 @@ def serving(
             running(create_app(state), listener=listener) as url,
             httpx.Client(base_url=url, timeout=60) as client,
         ):
-            yield Served(url, state, watched, client)
+            yield Served(url, state, watched, client, disk, store)
     finally:
         assert worker.stop(WAIT_S), "the worker did not stop"
+        if disk is not None:
+            disk.close(WAIT_S)

@@ -79,10 +79,11 @@ class Server:
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """`capserve serve` on the embedded model and a free port, in a process of its own."""
     flags = {
         "--port": 0,
+        "--capsule-dir": tmp_path_factory.mktemp("capsules"),
         "--threads": 1,
         "--max-model-len": 16384,
         "--max-num-queued-reqs": QUEUE,

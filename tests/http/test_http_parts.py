@@ -14,8 +14,9 @@ from harness import WAIT_S, fake_engine, serving
 from starlette.requests import Request
 
 from capserve.api.body import HELD_BODIES, Bodies
+from capserve.api.choices import ChoiceChunks, ChoiceEvent
 from capserve.api.schemas import ChatRequest
-from capserve.api.sse import HEARTBEAT, ChatChunks, ReplyHead
+from capserve.api.sse import HEARTBEAT, ReplyHead
 from capserve.api.state import ModelInfo, SamplingDefaults
 from capserve.api.stream import Departure, EventStream
 from capserve.api.text_thread import TextThread
@@ -24,7 +25,7 @@ from capserve.api.validation import validated
 from capserve.errors import QueueFullError, StartupError, UnavailableError
 from capserve.serving.lifecycle import FinishReason
 from capserve.serving.metrics import TurnMetrics
-from capserve.serving.turn import CancelToken, Delta, Finished, TurnEvent
+from capserve.serving.turn import CancelToken, Delta, Finished
 from capserve.text.messages import Message
 
 HEAD = ReplyHead("chatcmpl-1", 0, "nano", "fp")
@@ -97,12 +98,12 @@ def test_a_heartbeat_breaks_silence_while_events_have_nothing_to_show():
         beaten, sent = asyncio.Event(), []
 
         class Writing:
-            async def next(self, timeout_s: float | None = None) -> TurnEvent:
+            async def next(self, timeout_s: float | None = None) -> ChoiceEvent:
                 await asyncio.sleep(0)
                 if not beaten.is_set():
-                    return Delta(tokens=(1,))
+                    return 0, Delta(tokens=(1,))
                 metrics = TurnMetrics("r", "done")
-                return Finished(FinishReason.STOP, Message("assistant"), 1, 1, 0, metrics)
+                return 0, Finished(FinishReason.STOP, Message("assistant"), 1, 1, 0, metrics)
 
         async def receive() -> dict[str, Any]:
             await asyncio.Event().wait()
@@ -116,7 +117,7 @@ def test_a_heartbeat_breaks_silence_while_events_have_nothing_to_show():
         cancel = CancelToken()
         departure = Departure(receive)
         departure.cancels(cancel)
-        chunks = ChatChunks(HEAD, lambda _: b"")
+        chunks = ChoiceChunks(HEAD, lambda _: b"", 1)
         stream = EventStream(Writing(), chunks, departure, heartbeat_s=0.02, stall_timeout_s=5)
         async with asyncio.timeout(WAIT_S):
             await stream({}, receive, send)

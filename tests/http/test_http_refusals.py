@@ -76,7 +76,7 @@ FIELDS = [
     ({"logprobs": 5}, "logprobs", ["boolean", "5"]),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", ["20", "21"]),
     ({"top_logprobs": 3}, "top_logprobs", ["logprobs"]),
-    ({"n": 2}, "n", ["1", "2"]),
+    ({"n": 17}, "n", ["16", "17"]),
     ({"n": True}, "n", ["true"]),
     ({"stop": ["x"] * 17}, "stop", ["16", "17"]),
     ({"stop": ""}, "stop", ["1", "0"]),

@@ -12,9 +12,14 @@ from typing import Any, TypeVar
 
 from capserve.engine.seam import Sampling
 from capserve.nano import checkpoint_dir
+from capserve.serving.archive import Archive
 from capserve.serving.capsules import CapsuleStore
+from capserve.serving.desk import SessionDesk
+from capserve.serving.keeper import Keeper
 from capserve.serving.limits import Limits
 from capserve.serving.metrics import MetricsLog
+from capserve.serving.misses import owner_of
+from capserve.serving.orders import ListSessions, SessionPage
 from capserve.serving.prefix import AutoPrefixPolicy
 from capserve.serving.sessions import SessionRegistry
 from capserve.serving.transcripts import Transcripts
@@ -57,6 +62,7 @@ class Server:
     prompts: PromptBuilder
 
     def item(self, words: str, sink: Any) -> WorkItem:
+        """A turn of at most 20 tokens."""
         prompt = self.prompts.build(Conversation((Message("user", words),)))
         request = TurnRequest("req", "key/a", prompt, Sampling(drafts=3), 20, OutputSpec())
         return WorkItem(request, time.monotonic(), sink, CancelToken())
@@ -69,18 +75,26 @@ def serving(threads: set[int]) -> Iterator[Server]:
     ends = tuple(json.loads((path / "generation_config.json").read_text())["eos_token_id"])
     prompts = PromptBuilder(tokenizer, ChatTemplate.from_dir(path))
     engine = watched(FakeEngine, threads)(fake_limits(vocab_size=tokenizer.vocab_size))
-    limits = Limits(max_prompt_tokens=4096, max_output_tokens=4096)
+    # No slice is too short to be interrupted, so that turns do run inside each other here.
+    limits = Limits(max_prompt_tokens=4096, max_output_tokens=4096, min_slice_ms=0.0)
     sessions = watched(SessionRegistry, threads)(64, 3600.0)
+    store = watched(CapsuleStore, threads)(engine, {"host": 1 << 20})
+    transcripts = Transcripts()
+    archive = Archive(transcripts)
+    keeper = Keeper(engine, store, sessions)
+    desk = SessionDesk(engine, store, keeper, sessions, transcripts, archive, prompts)
     worker = EngineWorker(
         engine,
         limits,
         AutoPrefixPolicy(engine.limits),
-        watched(CapsuleStore, threads)(1 << 20),
+        store,
         sessions,
-        Transcripts(),
+        transcripts,
         MetricsLog(),
         lambda spec: TurnOutput(spec, tokenizer, ends),
         prompts,
+        archive=archive,
+        desk=desk,
     )
     threads.clear()  # until here everything was this thread's own
     worker.start()
@@ -97,13 +111,15 @@ def test_only_the_workers_thread_touches_engine_sessions_and_store() -> None:
         def client(number: int) -> None:
             for turn in range(3):
                 sink = Sink()
-                item = server.item(f"client {number} says {turn} " * 20, sink)
+                item = server.item(f"client {number} says {turn} " * (20 + 300 * (turn % 2)), sink)
                 server.worker.submit(item)
+                listed = server.worker.order(ListSessions(owner_of("key/a")))
                 server.worker.health()
                 server.worker.depth()
                 if turn == 1:
                     item.cancel.cancel()
                 assert sink.ended.wait(WAIT_S)
+                assert isinstance(listed.result(WAIT_S), SessionPage)
 
         clients = [threading.Thread(target=client, args=(number,)) for number in range(4)]
         for thread in clients:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
+from capserve.engine import capsule, history, runtime, shelf
 from capserve.engine.runtime import TorchEngine
 from capserve.nano import checkpoint_dir
 from tests.reuse.ledger import Ledger
@@ -19,27 +20,39 @@ Engines = Callable[[int, str], tuple[TorchEngine, TorchEngine]]
 """(prefill chunk in tokens, dtype) -> a hot and a cold engine, the same pair each time."""
 
 
+def _load(chunk: int, dtype: str = "float32") -> TorchEngine:
+    return TorchEngine.load(
+        checkpoint_dir(),
+        dtype=dtype,
+        device="cpu",
+        max_model_len=MAX_MODEL_LEN,
+        prefill_chunk=chunk,
+        threads=1,
+    )
+
+
 @pytest.fixture(scope="session")
 def engines() -> Engines:
     made: dict[tuple[int, str], tuple[TorchEngine, TorchEngine]] = {}
 
-    def load(chunk: int, dtype: str) -> TorchEngine:
-        return TorchEngine.load(
-            checkpoint_dir(),
-            dtype=dtype,
-            device="cpu",
-            max_model_len=MAX_MODEL_LEN,
-            prefill_chunk=chunk,
-            threads=1,
-        )
-
     def pair(chunk: int, dtype: str = "float32") -> tuple[TorchEngine, TorchEngine]:
         key = (chunk, dtype)
         if key not in made:
-            made[key] = (load(chunk, dtype), load(chunk, dtype))
+            made[key] = (_load(chunk, dtype), _load(chunk, dtype))
         return made[key]
 
     return pair
+
+
+@pytest.fixture
+def short_segments(monkeypatch: pytest.MonkeyPatch) -> Callable[[], tuple[TorchEngine, TorchEngine]]:
+    """A hot and a cold engine whose KV is cut into parts of 64 tokens, so that short prompts share
+    parts as long ones do. Good for one test."""
+    for module in (capsule, history, runtime, shelf):
+        monkeypatch.setattr(module, "SEGMENT_TOKENS", 64)
+    pair = (_load(64), _load(64))
+    assert pair[0].limits.segment_tokens == 64
+    return lambda: pair
 
 
 @pytest.fixture(autouse=True)

@@ -1,158 +1,167 @@
 """The serving layer on a real engine, wired as the command line wires it.
 
 A `Desk` is one server without its wire: `ask` renders, submits, waits, and compares the turn with a
-cold run. The engine is wrapped, so that a test can act inside an exact call of it.
+cold run. The engine is wrapped, so that a test can act inside an exact call of it. With a directory
+it has a disk, and can be started again, or killed and started again: a `Server` is what one process
+has in memory.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
-import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 
+from capserve.api.named import Subject, best_record
 from capserve.engine.capsule import TorchCapsule
 from capserve.engine.runtime import TorchEngine
-from capserve.engine.seam import (
-    MAX_DRAFTS,
-    Capsule,
-    Chunk,
-    EngineLimits,
-    Sampling,
-    TokenArray,
-    TokenLogprob,
-)
+from capserve.engine.seam import Sampling, TokenLogprob
 from capserve.nano import checkpoint_dir
+from capserve.serving.archive import Archive, revive
 from capserve.serving.capsules import CapsuleStore
+from capserve.serving.desk import SessionDesk
+from capserve.serving.disk import DiskTier
+from capserve.serving.keeper import Keeper
 from capserve.serving.lifecycle import FinishReason
 from capserve.serving.limits import Limits
 from capserve.serving.metrics import MetricsLog
-from capserve.serving.prefix import AutoPrefixPolicy, PrefixAction
+from capserve.serving.orders import SessionOrder
+from capserve.serving.prefix import AutoPrefixPolicy, PrefixAction, Rates
 from capserve.serving.rates import RateMeter
 from capserve.serving.sessions import SessionRegistry
-from capserve.serving.transcripts import Transcripts
-from capserve.serving.turn import (
-    CancelToken,
-    Delta,
-    Failed,
-    Finished,
-    TurnEvent,
-    TurnRequest,
-    WorkItem,
-)
+from capserve.serving.transcripts import KnownSession, Transcripts
+from capserve.serving.turn import CancelToken, Failed, Finished, TurnRequest, WorkItem
 from capserve.serving.worker import EngineWorker
-from capserve.text.messages import Conversation
+from capserve.text.messages import Conversation, Message
 from capserve.text.output import OutputSpec, TurnOutput
 from capserve.text.prompt import Prompt, PromptBuilder
 from capserve.text.template import ChatTemplate
 from capserve.text.tokenizer import Tokenizer
-from tests.engine.helpers import assert_same_bits
+from tests.engine.helpers import assert_same_bits, live_bits
 from tests.reuse.cold import ColdRun
+from tests.reuse.faults import DiskSeam
 from tests.reuse.ledger import Ledger
+from tests.reuse.wire import WAIT_S, Collector, Wire, killed
 
 ON = 64
 """Tokens after the prompt that are compared wherever the state is the turn's own."""
 
-WAIT_S = 60.0
-"""Longest that a turn may take on a busy machine."""
+SLOW = Rates(prefill_ms_per_token=500.0, decode_ms_per_token=500.0)
+"""Far slower than any machine: a schedule that believes it never sees a turn outlive its estimate,
+so that what it decides does not depend on this machine's speed."""
 
 _names = itertools.count(1)
 
-
-class Wire:
-    """An engine that passes every call on and can do something inside one. Implements `Engine`."""
-
-    def __init__(self, engine: TorchEngine) -> None:
-        self.engine = engine
-        self._calls: Counter[str] = Counter()
-        self._traps: dict[tuple[str, int], Callable[[], None]] = {}
-
-    def when(self, call: str, at: int, action: Callable[[], None]) -> None:
-        """Run `action` inside the `at`-th call of this kind from now on. Set while idle only."""
-        assert at >= 1
-        self._traps[(call, self._calls[call] + at)] = action
-
-    def disarm(self) -> bool:
-        """Forget what was not reached; tells whether there was something."""
-        left, self._traps = bool(self._traps), {}
-        return left
-
-    def _enter(self, call: str) -> None:
-        self._calls[call] += 1
-        action = self._traps.pop((call, self._calls[call]), None)
-        if action is not None:
-            action()
-
-    @property
-    def limits(self) -> EngineLimits:
-        return self.engine.limits
-
-    @property
-    def position(self) -> int:
-        return self.engine.position
-
-    @property
-    def graph_capture_count(self) -> int:
-        return self.engine.graph_capture_count
-
-    def reset(self) -> None:
-        self._enter("reset")
-        self.engine.reset()
-
-    def extend(self, tokens: TokenArray) -> None:
-        self._enter("extend")
-        self.engine.extend(tokens)
-
-    def begin(
-        self, sampling: Sampling, context: TokenArray, output: TokenArray | None = None
-    ) -> None:
-        self._enter("begin")
-        self.engine.begin(sampling, context, output)
-
-    def step(self, most: int = MAX_DRAFTS + 1) -> Chunk:
-        self._enter("step")
-        return self.engine.step(most)
-
-    def snapshot(self) -> Capsule:
-        self._enter("snapshot")
-        return self.engine.snapshot()
-
-    def restore(self, capsule: Capsule) -> int:
-        self._enter("restore")
-        return self.engine.restore(capsule)
+R = TypeVar("R")
 
 
-class Collector:
-    """A sink that keeps every event."""
+@dataclass(frozen=True)
+class Setup:
+    """What the person who starts the server chose."""
 
-    def __init__(self) -> None:
-        self._events: list[TurnEvent] = []
-        self._ended = threading.Event()
+    budget_bytes: int = 256 << 20
+    checkpoint_interval: int = 128
+    max_active_sessions: int = 64
+    exact: bool = False
+    schedule: Literal["fair", "fifo"] = "fair"
+    directory: Path | None = None
+    disk_bytes: int = 1 << 30
 
-    def deliver(self, event: TurnEvent) -> None:
-        self._events.append(event)
-        if not isinstance(event, Delta):
-            self._ended.set()
 
-    def wait(self) -> Finished | Failed:
-        assert self._ended.wait(WAIT_S), "the turn never ended"
-        [end] = [event for event in self._events if not isinstance(event, Delta)]
-        assert self._events[-1] is end, "nothing follows the terminal event"
-        return end
+@cache
+def texts() -> tuple[Tokenizer, PromptBuilder, tuple[int, ...]]:
+    """Of the embedded checkpoint: tokenizer, prompts, end tokens."""
+    path = checkpoint_dir()
+    tokenizer = Tokenizer.from_dir(path)
+    generation = json.loads((path / "generation_config.json").read_text())
+    prompts = PromptBuilder(tokenizer, ChatTemplate.from_dir(path))
+    return tokenizer, prompts, tuple(generation["eos_token_id"])
 
-    @property
-    def tokens(self) -> list[int]:
-        return [t for event in self._events if isinstance(event, Delta) for t in event.tokens]
 
-    @property
-    def logprobs(self) -> list[TokenLogprob]:
-        return [p for event in self._events if isinstance(event, Delta) for p in event.logprobs]
+class _Orders:
+    """Carries out orders, and whatever a test wants done in the worker's thread."""
+
+    def __init__(self, desk: SessionDesk) -> None:
+        self._desk = desk
+
+    def execute(self, order: SessionOrder | Callable[[], Any]) -> Any:
+        return order() if callable(order) else self._desk.execute(order)
+
+
+@dataclass(frozen=True)
+class Server:
+    worker: EngineWorker
+    transcripts: Transcripts
+    store: CapsuleStore
+    sessions: SessionRegistry
+    disk: DiskTier | None
+
+    @classmethod
+    def start(cls, engine: Wire, setup: Setup) -> Server:
+        tokenizer, prompts, end_tokens = texts()
+        size = engine.limits.max_positions
+        limits = Limits(
+            max_prompt_tokens=size,
+            max_output_tokens=size,
+            max_active_sessions=setup.max_active_sessions,
+            capsule_budget_bytes=MappingProxyType({"host": setup.budget_bytes}),
+            schedule=setup.schedule,
+            # Whoever comes while another one runs is let in, if shorter.
+            fair_share=0.99,
+            min_slice_ms=0.0,
+            short_turn_ms=float("inf"),
+        )
+        disk = None
+        if setup.directory is not None:
+            fingerprint = engine.limits.fingerprint
+            disk = DiskTier.open(setup.directory, fingerprint, setup.disk_bytes)
+        engine.engine.reset()  # a process begins with nothing
+        store = CapsuleStore(engine, limits.capsule_budget_bytes, disk)
+        sessions = SessionRegistry(limits.max_active_sessions, limits.session_idle_ttl_s)
+        transcripts = Transcripts()
+        archive, keeper = Archive(transcripts, disk), Keeper(engine, store, sessions)
+        desk = SessionDesk(engine, store, keeper, sessions, transcripts, archive, prompts)
+        worker = EngineWorker(
+            engine,
+            limits,
+            AutoPrefixPolicy(engine.limits, setup.exact, setup.checkpoint_interval),
+            store,
+            sessions,
+            transcripts,
+            MetricsLog(),
+            lambda spec: TurnOutput(spec, tokenizer, end_tokens),
+            prompts,
+            archive=archive,
+            desk=_Orders(desk),
+            # Plans must not depend on this machine's speed.
+            meter=RateMeter(None if disk is None else SLOW, weight=0.0),
+            idle_check_s=600.0,  # upkeep would look at the engine while a test does
+        )
+        if disk is not None:
+            revive(sessions, transcripts, store, disk, time.time())
+        worker.start()
+        return cls(worker, transcripts, store, sessions, disk)
+
+
+@dataclass(frozen=True)
+class Guest:
+    """Another client's turn, which arrives while one runs."""
+
+    talk: Conversation
+    ask: Ask
+    at: tuple[str, int]
+    """Inside this call of the engine: ("extend" or "step", n)."""
+    ends_host: bool = False
+    """The running turn's client leaves when the guest's first word is there."""
 
 
 @dataclass(frozen=True)
@@ -168,6 +177,8 @@ class Ask:
     """("extend" or "step", n): the client leaves inside the n-th such call."""
     on: bool = True
     """Let the hot state go on to `ON` tokens, where it is the turn's own."""
+    session_id: str | None = None
+    guest: Guest | None = None
 
 
 @dataclass
@@ -178,81 +189,207 @@ class GoneOn:
     logprobs: list[TokenLogprob] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class Pending:
+    """A turn that was submitted."""
+
+    ask: Ask
+    prompt: Prompt
+    item: WorkItem
+    sink: Collector
+
+
 @dataclass
 class Desk:
     engine: Wire
-    worker: EngineWorker
-    prompts: PromptBuilder
-    transcripts: Transcripts
-    store: CapsuleStore
-    sessions: SessionRegistry
+    setup: Setup
+    server: Server
     cold: ColdRun
-    strict: bool
     ledger: Ledger
-    end_tokens: tuple[int, ...]
+    seam: DiskSeam
     last_prompt: Prompt | None = None
     last_output: list[int] = field(default_factory=list)
+    guest_end: Finished | Failed | None = None
+    """How the guest of the last turn ended."""
+    _sinks: list[Collector] = field(default_factory=list)
+    """Of all turns of this server."""
+
+    @property
+    def worker(self) -> EngineWorker:
+        return self.server.worker
+
+    @property
+    def store(self) -> CapsuleStore:
+        return self.server.store
+
+    @property
+    def sessions(self) -> SessionRegistry:
+        return self.server.sessions
+
+    @property
+    def transcripts(self) -> Transcripts:
+        return self.server.transcripts
+
+    # -- beside turns -------------------------------------------------------------------------
+
+    def order(self, order: SessionOrder) -> Any:
+        """Its result; raises the CapserveError that the client would see."""
+        return self.worker.order(order).result(WAIT_S)
+
+    def do(self, action: Callable[[], R]) -> R:
+        """In the worker's thread, between two units of work."""
+        result: R = self.worker.order(action).result(WAIT_S)  # type: ignore[arg-type]
+        return result
+
+    def known(self, session_id: str) -> KnownSession | None:
+        return self.transcripts.session(session_id)
+
+    def check(self) -> None:
+        """All accounts, counted afresh."""
+        self.do(self.store.check)
+        disk = self.server.disk
+        if disk is not None and disk.fault is None and not self.seam.full:
+            self.seam.ready()
+            disk.check(WAIT_S)
+            footprint = self.do(self.store.footprint)
+            assert footprint.tiers["disk"].used_bytes == disk.used_bytes
+
+    # -- the end of a process -----------------------------------------------------------------
+
+    def stop(self) -> None:
+        """As a person stops a server: what is saved is written."""
+        self.seam.ready()
+        assert self.worker.stop(WAIT_S), "the worker did not stop"
+        for sink in self._sinks:
+            sink.the_end()
+        self._sinks = []
+        if self.server.disk is not None:
+            self.server.disk.close(WAIT_S)
+
+    def die(self, *, writes: int = 0) -> None:
+        """As kill -9 stops a server, after so many more calls of its writer."""
+
+        self.engine.disarm()
+        self.seam.die(writes)
+        if self.worker.ready and self.worker._thread.is_alive():
+            self.worker.order(killed)  # type: ignore[arg-type]
+        # Nobody hears of this end: the thread is dead by then, or dies of that order.
+        self.worker._thread.join(WAIT_S)
+        assert not self.worker._thread.is_alive()
+        self._sinks = []
+        if self.server.disk is not None:
+            self.server.disk.close(WAIT_S)
+        self.seam.live()
+
+    def start(self) -> None:
+        """Another process, on what the last one left."""
+        self.server = Server.start(self.engine, self.setup)
+
+    # -- turns --------------------------------------------------------------------------------
 
     def ask(self, talk: Conversation, ask: Ask) -> Finished | Failed:
         """One turn, compared with a cold run of its prompt. The worker is idle afterwards."""
-        chain = self.prompts.chain(talk)
-        record = self.transcripts.longest(ask.namespace, chain)
-        prompt = self.prompts.build(talk, record, chain)
-        sampling = replace(ask.sampling, end_tokens=self.end_tokens)
+        guest, guests = ask.guest, []
+        host = self.prepared(talk, ask)
+        if ask.cancel is not None:
+            self.engine.when(*ask.cancel, host.item.cancel.cancel)
+        if guest is not None:
+            leave = host.item.cancel.cancel if guest.ends_host else None
+            visitor = self.prepared(guest.talk, guest.ask, leave)
+            self.engine.when(*guest.at, lambda: guests.append(self.submitted(visitor)))
+        self.submitted(host)
+        end = host.sink.wait()
+        turns = [host, *guests]
+        for turn in guests:
+            turn.sink.wait()
+        self.guest_end = guests[0].sink.the_end() if guests else None
+        self.engine.disarm()
+        self.last_prompt, self.last_output = host.prompt, host.sink.tokens
+        assert self.worker.health()["faults"] == 0
+        self.do(self.store.check)
+        for turn in turns:
+            self._check(turn)
+        return end
+
+    def ask_and_die(
+        self, talk: Conversation, ask: Ask, at: tuple[str, int], writes: int
+    ) -> Finished | Failed | None:
+        """The process is killed inside that call of the turn, or after the turn if there is none.
+
+        What the client had heard by then is compared with a cold run; the end, if it heard of one.
+        """
+        turn = self.prepared(talk, ask)
+
+        def dies() -> None:
+            self.seam.die(writes)
+            killed()
+
+        self.engine.when(*at, dies)
+        self.submitted(turn)
+        until = time.monotonic() + WAIT_S
+        while self.worker._thread.is_alive() and not turn.sink.has_ended:
+            assert time.monotonic() < until, "the turn neither ended nor died"
+            self.worker._thread.join(0.01)
+        self.die(writes=writes)
+        heard = turn.sink
+        sampling = turn.item.request.sampling
+        self.ledger.add(
+            self.cold.compare(turn.prompt.tokens, sampling, heard.tokens, heard.logprobs)
+        )
+        return heard.the_end() if heard.has_ended else None
+
+    def prepared(
+        self, talk: Conversation, ask: Ask, on_first: Callable[[], None] | None = None
+    ) -> Pending:
+        _, prompts, end_tokens = texts()
+        chain = prompts.chain(talk)
+        named = None if ask.session_id is None else self.known(ask.session_id)
+        record = best_record(Subject(talk, ask.namespace, named), chain, self.transcripts)
+        prompt = prompts.build(talk, record, chain)
         request = TurnRequest(
             f"req-{next(_names)}",
             ask.namespace,
             prompt,
-            sampling,
+            replace(ask.sampling, end_tokens=end_tokens),
             ask.max_tokens,
             OutputSpec(talk.tools, ask.stop, prompt.starts_in_reasoning),
             ask.pin,
+            ask.session_id,
         )
-        sink, cancel = Collector(), CancelToken()
-        if ask.cancel is not None:
-            self.engine.when(*ask.cancel, cancel.cancel)
-        self.worker.submit(WorkItem(request, time.monotonic(), sink, cancel))
-        end = sink.wait()
-        self.engine.disarm()
-        self.last_prompt, self.last_output = prompt, sink.tokens
-        self._check(prompt, sampling, ask, sink, end)
-        return end
+        sink = Collector(on_first)
+        return Pending(ask, prompt, WorkItem(request, time.monotonic(), sink, CancelToken()), sink)
 
-    def _check(
-        self,
-        prompt: Prompt,
-        sampling: Sampling,
-        ask: Ask,
-        sink: Collector,
-        end: Finished | Failed,
-    ) -> None:
-        output = sink.tokens
-        assert self.worker.health()["faults"] == 0
-        self.store.check()
-        hot = self.sessions.hot is not None
+    def submitted(self, turn: Pending) -> Pending:
+        self.worker.submit(turn.item)
+        self._sinks.append(turn.sink)
+        return turn
+
+    def _check(self, turn: Pending) -> None:
+        ask, prompt, sink, end = turn.ask, turn.prompt, turn.sink, turn.sink.the_end()
+        sampling, output = turn.item.request.sampling, sink.tokens
+        # A turn that was let in, or that its guest outlived, may have left its own state.
+        hot = self.sessions.hot is not None and self.sessions.hot.id == end.metrics.session_id
         if isinstance(end, Failed):
             assert end.error.status == 499, f"the turn failed: {end.error.message}"
             assert not hot, "a turn that was not done left its state hot"
         else:
-            _assert_ended_in_its_place(output, end, ask, self.end_tokens)
+            _assert_ended_in_its_place(output, end, ask, sampling.end_tokens)
         # Idle: the terminal event is the last that the worker does for a turn.
         engine, more, state = self.engine.engine, GoneOn(), None
+        strict = self.setup.exact
         if hot:
             assert engine.position == len(prompt.tokens) + len(output) - 1
-            state = engine.snapshot() if self.strict else None
+            state = live_bits(engine) if strict else None
             if ask.on:
                 more = self._go_on(prompt, sampling, output)
         action = end.metrics.prefix_action
         try:
-            self.cold.start(prompt.tokens, sampling)
-            self.ledger.add(self.cold.follow(output, sink.logprobs, strict=self.strict))
-            if state is not None:
-                cold = self.cold.snapshot()
-                assert isinstance(state, TorchCapsule)
-                assert isinstance(cold, TorchCapsule)
-                assert_same_bits(state, cold)
-                self.ledger.states += 1
-            self.ledger.add(self.cold.follow(more.tokens, more.logprobs, strict=self.strict))
+            if state is None and not more.tokens and not strict:
+                self.ledger.add(
+                    self.cold.compare(prompt.tokens, sampling, output, sink.logprobs)
+                )
+            else:
+                self._follow(prompt, sampling, sink, state, more)
         except AssertionError as error:
             error.add_note(f"after {action}, {len(prompt.tokens)} prompt tokens, {sampling}")
             raise
@@ -260,11 +397,30 @@ class Desk:
             self.ledger.cancelled += 1
         elif action is not None:
             self.ledger.actions[PrefixAction(action)] += 1
+        if end.metrics.restored_from is not None:
+            self.ledger.tiers[end.metrics.restored_from] += 1
+        self.ledger.parked += end.metrics.parks > 0
+
+    def _follow(
+        self,
+        prompt: Prompt,
+        sampling: Sampling,
+        sink: Collector,
+        state: TorchCapsule | None,
+        more: GoneOn,
+    ) -> None:
+        strict = self.setup.exact
+        self.cold.start(prompt.tokens, sampling)
+        self.ledger.add(self.cold.follow(sink.tokens, sink.logprobs, strict=strict))
+        if state is not None:
+            assert_same_bits(state, self.cold.state())
+            self.ledger.states += 1
+        self.ledger.add(self.cold.follow(more.tokens, more.logprobs, strict=strict))
 
     def _go_on(self, prompt: Prompt, sampling: Sampling, output: list[int]) -> GoneOn:
         """What the hot state says next, up to `ON` tokens; the state is put back afterwards."""
         engine = self.engine.engine
-        parked = engine.snapshot()
+        parked = live_bits(engine)
         decided = np.array(output, dtype=np.int32)
         alone = replace(sampling, end_tokens=(), top_logprobs=0)
         engine.begin(alone, prompt.tokens, decided)
@@ -275,6 +431,12 @@ class Desk:
             more.logprobs += chunk.logprobs
         engine.restore(parked)
         return more
+
+
+def continued(known: KnownSession, *new: Message) -> Conversation:
+    """The session's conversation with new messages behind it, as the API makes it."""
+    assert known.conversation is not None
+    return replace(known.conversation, messages=(*known.conversation.messages, *new))
 
 
 def _assert_ended_in_its_place(
@@ -293,52 +455,17 @@ def desk(
     cold: TorchEngine,
     ledger: Ledger,
     *,
-    exact: bool = False,
-    budget_bytes: int = 256 << 20,
-    checkpoint_interval: int = 128,
-    max_active_sessions: int = 64,
+    seam: DiskSeam | None = None,
+    **setup: Any,
 ) -> Iterator[Desk]:
-    """A started desk with no session; its worker is stopped and its accounts checked at the end."""
-    path = checkpoint_dir()
-    tokenizer = Tokenizer.from_dir(path)
-    generation = json.loads((path / "generation_config.json").read_text())
-    end_tokens = tuple(generation["eos_token_id"])
-    prompts = PromptBuilder(tokenizer, ChatTemplate.from_dir(path))
+    """A started desk; `setup` are fields of `Setup`. Its worker is stopped and its accounts checked
+    at the end."""
+    chosen = Setup(**setup)
     engine = Wire(hot)
-    size = engine.limits.max_positions
-    limits = Limits(
-        max_prompt_tokens=size, max_output_tokens=size, max_active_sessions=max_active_sessions
-    )
-    store = CapsuleStore(budget_bytes)
-    sessions = SessionRegistry(limits.max_active_sessions, limits.session_idle_ttl_s)
-    transcripts = Transcripts()
-    worker = EngineWorker(
-        engine,
-        limits,
-        AutoPrefixPolicy(engine.limits, exact, checkpoint_interval),
-        store,
-        sessions,
-        transcripts,
-        MetricsLog(),
-        lambda spec: TurnOutput(spec, tokenizer, end_tokens),
-        prompts,
-        meter=RateMeter(weight=0.0),  # plans must not depend on this machine's speed
-        idle_check_s=600.0,  # upkeep would look at the engine while a test does
-    )
-    worker.start()
+    server = Server.start(engine, chosen)
+    made = Desk(engine, chosen, server, ColdRun(cold), ledger, seam or DiskSeam())
     try:
-        yield Desk(
-            engine,
-            worker,
-            prompts,
-            transcripts,
-            store,
-            sessions,
-            ColdRun(cold),
-            exact,
-            ledger,
-            end_tokens,
-        )
+        yield made
     finally:
-        assert worker.stop(WAIT_S), "the worker did not stop"
-    store.check()
+        made.stop()
+    made.store.check()

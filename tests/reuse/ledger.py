@@ -44,6 +44,14 @@ class Ledger:
     cancelled: int = 0
     states: int = 0
     """States that were compared bit for bit with a cold run's."""
+    remembered: int = 0
+    """Of `tokens`, those whose cold run had been made before."""
+    tiers: Counter[str] = field(default_factory=Counter)
+    """Turns whose state came from a tier, by the tier."""
+    parked: int = 0
+    """Turns that made way for another one."""
+    steps: Counter[str] = field(default_factory=Counter)
+    """What happened to a server, by name."""
 
     def add(self, other: Ledger) -> None:
         self.tokens += other.tokens
@@ -53,6 +61,10 @@ class Ledger:
         self.actions += other.actions
         self.cancelled += other.cancelled
         self.states += other.states
+        self.remembered += other.remembered
+        self.tiers += other.tiers
+        self.parked += other.parked
+        self.steps += other.steps
 
     def lines(self) -> list[str]:
         turns = ", ".join(f"{action.value} {self.actions[action]}" for action in PrefixAction)
@@ -62,4 +74,12 @@ class Ledger:
             f"turns compared with a cold run: {turns}; cancelled {self.cancelled}",
             f"states compared bit for bit: {self.states}",
         ]
+        if self.steps:
+            tiers = ", ".join(f"{tier} {count}" for tier, count in sorted(self.tiers.items()))
+            steps = ", ".join(f"{name} {count}" for name, count in sorted(self.steps.items()))
+            lines += [
+                f"states restored from: {tiers}; turns that were parked: {self.parked}",
+                f"tokens compared with a cold run made before: {self.remembered}",
+                f"steps of the machine: {self.steps.total()}: {steps}",
+            ]
         return lines + [f"  {tie}" for tie in self.near_ties]

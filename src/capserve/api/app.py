@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 from fastapi import FastAPI
 
 from capserve import __version__
-from capserve.api import chat, health, models
+from capserve.api import chat, health, models, sessions
 from capserve.api.auth import KeyRing
 from capserve.api.body import Bodies
 from capserve.api.errors import install_handlers
@@ -44,6 +44,7 @@ def create_app(state: ServerState) -> FastAPI:
         redirect_slashes=False,
     )
     app.include_router(chat.router(state, bodies, text))
+    app.include_router(sessions.router(state, bodies))
     app.include_router(models.router(state))
     app.include_router(health.router(state))
     install_handlers(app)

@@ -22,6 +22,8 @@ MAX_CALLS = 10_000
 """Of one message."""
 MAX_BIASES = 300_000
 """As many as a large vocabulary has tokens."""
+MAX_CHOICES = 16
+"""Of one request: each is a turn of its own in the queue."""
 MAX_STOPS = 16
 MAX_STOP_CHARS = 1024
 """Text is held back while it could begin a stop string: this bounds how much."""
@@ -63,8 +65,21 @@ def join_text(value: object) -> str:
         text = part.get(kind)
         if not isinstance(text, str):
             raise refuse(f"must be a string, got {type_name(text)}", f"[{i}].{kind}")
+        _cache_control(part.get("cache_control"), f"[{i}].cache_control")
         texts.append(text)
     return "".join(texts)
+
+
+def _cache_control(value: object, at: str = "") -> object:
+    """A mark at the end of a message; what else it says (a lifetime) is not for us."""
+    if value is None:
+        return False
+    if not isinstance(value, dict):
+        raise refuse(f"must be an object, got {type_name(value)}", at)
+    kind = value.get("type")
+    if kind != "ephemeral":
+        raise refuse(f"must be 'ephemeral', got {quote(kind)}", f"{at}.type")
+    return True
 
 
 def quote(value: object, max_chars: int = 60) -> str:
@@ -143,15 +158,6 @@ def _pin(value: object) -> object:
     return value
 
 
-def _one(value: object) -> object:
-    if value is None or (value == 1 and isinstance(value, int) and not isinstance(value, bool)):
-        return 1
-    raise refuse(
-        f"must be 1: this version makes one choice per request, got {quote(value)}",
-        kind="unsupported_value",
-    )
-
-
 def _at_most(most: int) -> BeforeValidator:
     """Counts before a value is looked into: each item costs an object, or an error, of its own."""
 
@@ -164,6 +170,8 @@ def _at_most(most: int) -> BeforeValidator:
 
 
 Content = Annotated[str, BeforeValidator(join_text)]
+CacheMark = Annotated[bool, BeforeValidator(_cache_control)]
+"""On a message itself; on one of its parts it is checked with the content."""
 
 
 class FunctionCall(Wire):
@@ -182,18 +190,21 @@ class Call(Wire):
 class SystemMessage(Wire):
     role: Literal["system", "developer"]
     content: Content = ""
+    cache_control: CacheMark = False
     name: str | None = None
 
 
 class UserMessage(Wire):
     role: Literal["user"]
     content: Content = ""
+    cache_control: CacheMark = False
     name: str | None = None
 
 
 class AssistantMessage(Wire):
     role: Literal["assistant"]
     content: Content = ""
+    cache_control: CacheMark = False
     name: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
@@ -204,6 +215,7 @@ class AssistantMessage(Wire):
 class ToolMessage(Wire):
     role: Literal["tool"]
     content: Content = ""
+    cache_control: CacheMark = False
     name: str | None = None
     tool_call_id: str | None = None
 
@@ -267,7 +279,8 @@ class ChatRequest(SamplingFields):
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     stop: Annotated[tuple[str, ...], BeforeValidator(_stops)] = ()
-    n: Annotated[int, BeforeValidator(_one)] = 1
+    n: int | None = Field(None, ge=1, le=MAX_CHOICES)
+    """Choices: turns of one prompt, with the seeds `seed`, `seed + 1`, ..."""
 
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
@@ -288,6 +301,8 @@ class ChatRequest(SamplingFields):
     store: bool | None = None
     metadata: dict[str, Any] | None = None
 
+    session_id: str | None = Field(None, min_length=1, max_length=128)
+    """Go on with this session; then `messages` may be the new ones alone."""
     prompt_cache_key: str | None = Field(None, max_length=1024)
     cache_salt: str | None = Field(None, max_length=1024)
     flashrt_pin_prefix: Annotated[int | bool, BeforeValidator(_pin)] = False

@@ -46,17 +46,23 @@ class ReplyHead:
     prompt_token_ids: tuple[int, ...] = ()
     """Sent with the first chunk when `token_ids` is set."""
     seed: int = 0
-    """Of the sampling, the client's or ours: shown with the metrics."""
+    """Of the sampling of choice 0, the client's or ours; choice i has `seed + i`. Shown with the
+    metrics."""
     notes: tuple[str, ...] = ()
     """What was changed in the request before it was rendered: shown with the metrics."""
 
 
-class ChatChunks:
-    """Makes chunks of one turn's events. `token_bytes` gives a token's exact bytes."""
+TokenBytes = Callable[[int], bytes]
+"""A token's exact bytes."""
 
-    def __init__(self, head: ReplyHead, token_bytes: Callable[[int], bytes]) -> None:
+
+class ChatChunks:
+    """Makes chunks of one turn's events: of choice `index`."""
+
+    def __init__(self, head: ReplyHead, token_bytes: TokenBytes, index: int = 0) -> None:
         self._head = head
         self._token_bytes = token_bytes
+        self._index = index
         self._opened = False
 
     def delta(self, event: Delta) -> Iterator[Json]:
@@ -85,19 +91,28 @@ class ChatChunks:
 
     def finished(self, event: Finished) -> Iterator[Json]:
         """The finish chunk, with the turn's metrics, and the usage chunk if it was asked for."""
+        yield from self.closing(event)
+        yield from self.used(usage(event))
+
+    def closing(self, event: Finished) -> Iterator[Json]:
+        """The finish chunk alone."""
         yield from self._open()
         last = self._chunk({}, finish_reason=event.reason.value)
         last["capserve"] = self._metrics(event)
         yield last
+
+    def used(self, total: Json) -> Iterator[Json]:
+        """The usage chunk, if it was asked for."""
         if self._head.include_usage:
-            yield self._frame([]) | {"usage": usage(event)}
+            yield self._frame([]) | {"usage": total}
 
     def failed(self, event: Failed) -> Json:
         """The error event: the error body, with what the turn cost until then."""
         return error_body(event.error) | {"capserve": self._metrics(event)}
 
     def _metrics(self, event: Finished | Failed) -> Json:
-        extras: Json = {"seed": self._head.seed, "notes": list(self._head.notes)}
+        seed = (self._head.seed + self._index) % 2**64
+        extras: Json = {"seed": seed, "notes": list(self._head.notes)}
         return event.metrics.as_dict() | extras
 
     def _open(self) -> Iterator[Json]:
@@ -105,13 +120,13 @@ class ChatChunks:
             return
         self._opened = True
         first = self._chunk({"role": "assistant", "content": ""})
-        if self._head.token_ids:
+        if self._head.token_ids and self._index == 0:
             first["prompt_token_ids"] = list(self._head.prompt_token_ids)
         yield first
 
     def _chunk(self, delta: Json, *, finish_reason: str | None = None, **extras: Any) -> Json:
         choice: Json = {
-            "index": 0,
+            "index": self._index,
             "delta": delta,
             "logprobs": None,
             "finish_reason": finish_reason,
@@ -145,14 +160,19 @@ class ChatChunks:
         }
 
 
-def usage(event: Finished) -> Json:
-    """OpenAI's usage object; `cached_tokens` is always there."""
+def usage(first: Finished, *others: Finished) -> Json:
+    """OpenAI's usage object; `cached_tokens` is always there.
+
+    The prompt of several choices counts once, as the first of them found it.
+    """
+    output = sum(event.output_tokens for event in (first, *others))
+    reasoning = sum(event.reasoning_tokens for event in (first, *others))
     return {
-        "prompt_tokens": event.prompt_tokens,
-        "completion_tokens": event.output_tokens,
-        "total_tokens": event.prompt_tokens + event.output_tokens,
-        "prompt_tokens_details": {"cached_tokens": event.metrics.cached_tokens},
-        "completion_tokens_details": {"reasoning_tokens": event.reasoning_tokens},
+        "prompt_tokens": first.prompt_tokens,
+        "completion_tokens": output,
+        "total_tokens": first.prompt_tokens + output,
+        "prompt_tokens_details": {"cached_tokens": first.metrics.cached_tokens},
+        "completion_tokens_details": {"reasoning_tokens": reasoning},
     }
 
 
@@ -161,6 +181,7 @@ class WholeReply:
 
     def __init__(self) -> None:
         self._first: Json = {}
+        self._index = 0
         self._texts: dict[str, list[str]] = {"content": [], "reasoning_content": []}
         self._calls: list[Json] = []
         self._logprobs: list[Json] = []
@@ -172,7 +193,7 @@ class WholeReply:
         self._first = self._first or chunk
         self._metrics = chunk.get("capserve", self._metrics)
         for choice in chunk["choices"]:
-            delta = choice["delta"]
+            self._index, delta = choice["index"], choice["delta"]
             for key, texts in self._texts.items():
                 if key in delta:
                     texts.append(delta[key])
@@ -201,7 +222,7 @@ class WholeReply:
         """The `chat.completion` object, with `used` as its usage."""
         assert self._finish_reason is not None, "a body is made after the finish chunk"
         choice: Json = {
-            "index": 0,
+            "index": self._index,
             "message": self.message(),
             "logprobs": None,
             "finish_reason": self._finish_reason,
@@ -215,6 +236,7 @@ class WholeReply:
         body["usage"] = used
         if "prompt_token_ids" in self._first:
             body["prompt_token_ids"] = self._first["prompt_token_ids"]
+        if "prompt_token_ids" in self._first or self._token_ids:
             choice["token_ids"] = self._token_ids
         body["capserve"] = self._metrics
         return body

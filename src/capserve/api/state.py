@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import Any, Protocol
@@ -15,9 +16,11 @@ from typing import Any, Protocol
 from capserve import __version__
 from capserve.api.schemas import GenerationConfig
 from capserve.api.validation import validated
+from capserve.engine.seam import EngineLimits
 from capserve.errors import InvalidRequestError, StartupError
 from capserve.serving.limits import Limits
 from capserve.serving.metrics import MetricsLog
+from capserve.serving.orders import SessionOrder, SessionResult
 from capserve.serving.transcripts import Transcripts
 from capserve.serving.turn import WorkItem
 from capserve.text.prompt import PromptBuilder
@@ -28,6 +31,8 @@ class Worker(Protocol):
     """What the api calls of `EngineWorker`: all of it returns at once, from any thread."""
 
     def submit(self, item: WorkItem) -> None: ...
+
+    def order(self, order: SessionOrder) -> Future[SessionResult]: ...
 
     def depth(self) -> int: ...
 
@@ -101,6 +106,10 @@ class ServerState:
     limits: Limits
     metrics: MetricsLog
     model: ModelInfo
+    engine: EngineLimits
+    """What an imported session must fit."""
+    max_import_bytes: int = 2 << 30
+    """Of the file of one session."""
     api_keys: tuple[str, ...] = ()
     heartbeat_s: float = 5.0
     """Longest silence of a stream."""

@@ -15,16 +15,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from typing import Any, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from capserve.api.errors import ClientGoneError, error_body, shutting_down
-from capserve.api.sse import DONE, HEARTBEAT, ChatChunks, encode
-from capserve.serving.turn import CancelToken, Delta, Failed, Finished, TurnEvent
+from capserve.api.errors import ClientGoneError, shutting_down
+from capserve.errors import CapserveError
+from capserve.serving.turn import CancelToken
 
 log = logging.getLogger("capserve.api")
 
@@ -34,11 +34,33 @@ GOODBYE_S = 0.5
 """For the last event of a stream that a shutdown cuts: a stalled reader must not hold that up."""
 
 
-class Events(Protocol):
-    """What a stream reads: `capserve.serving.sinks.StreamSink`."""
+E = TypeVar("E")
+E_out = TypeVar("E_out", covariant=True)
+E_in = TypeVar("E_in", contravariant=True)
 
-    async def next(self, timeout_s: float | None = None, /) -> TurnEvent | None:
+
+class Events(Protocol[E_out]):
+    """What a stream reads, such as `choices.ChoiceEvents`."""
+
+    async def next(self, timeout_s: float | None = None, /) -> E_out | None:
         """The next event, or None when none came in `timeout_s`."""
+        ...
+
+
+class Chunks(Protocol[E_in]):
+    """What an event is on the wire, in one protocol, such as `choices.ChoiceChunks`."""
+
+    @property
+    def heartbeat(self) -> bytes:
+        """Sent when there was nothing else to send."""
+        ...
+
+    def cut(self, error: CapserveError, /) -> bytes:
+        """The last bytes of a stream that the server has to end."""
+        ...
+
+    def written(self, event: E_in, /) -> tuple[bytes, bool]:
+        """The bytes that it adds, perhaps none, and if the stream is over with them."""
         ...
 
 
@@ -54,6 +76,10 @@ class Departure:
     def cancels(self, token: CancelToken) -> None:
         """From now on the client's leaving cancels `token`, at once when it has left already."""
         self._task.add_done_callback(lambda _: token.cancel("disconnect"))
+
+    def afterwards(self, callback: Callable[[], None]) -> None:
+        """Call it on the event loop once the client has left, or the response is over."""
+        self._task.add_done_callback(lambda _: callback())
 
     async def or_result(self, work: Awaitable[T]) -> T:
         """The result of `work`; `ClientGoneError`, with `work` cancelled, if that comes first."""
@@ -77,15 +103,15 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-class EventStream(Response):
-    """A chat stream as server-sent events."""
+class EventStream(Response, Generic[E]):
+    """A turn's events as server-sent events."""
 
     media_type = "text/event-stream"
 
     def __init__(
         self,
-        events: Events,
-        chunks: ChatChunks,
+        events: Events[E],
+        chunks: Chunks[E],
         departure: Departure,
         *,
         heartbeat_s: float,
@@ -113,7 +139,7 @@ class EventStream(Response):
             log.warning("a stream was cut: its reader took nothing for %gs", self._stall_timeout_s)
         except asyncio.CancelledError:
             # Only the server's own shutdown cancels a response, when the time for it has run out.
-            data = encode(error_body(shutting_down()))
+            data = self._chunks.cut(shutting_down())
             with suppress(TimeoutError):
                 async with asyncio.timeout(GOODBYE_S):
                     await send({"type": "http.response.body", "body": data})
@@ -136,20 +162,13 @@ class EventStream(Response):
             # call is written, many events come by that have nothing to show yet.
             quiet_s = clock() - sent_at
             if quiet_s >= self._heartbeat_s:
-                await write(HEARTBEAT)
+                await write(self._chunks.heartbeat)
                 continue
             event = await self._events.next(self._heartbeat_s - quiet_s)
-            match event:
-                case Delta():
-                    data = b"".join(map(encode, self._chunks.delta(event)))
-                    if data:
-                        await write(data)
-                case Finished():
-                    data = b"".join(map(encode, self._chunks.finished(event)))
-                    await write(data + DONE, more=False)
-                    return
-                case Failed():
-                    await write(encode(self._chunks.failed(event)), more=False)
-                    return
-                case None:
-                    pass
+            if event is None:
+                continue
+            data, over = self._chunks.written(event)
+            if data:
+                await write(data, more=not over)
+            if over:
+                return

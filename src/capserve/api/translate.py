@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from capserve.api.errors import ModelNotFoundError
@@ -38,8 +39,21 @@ LEAST_TEMPERATURE = 1e-5
 def conversation(request: ChatRequest, body: Mapping[str, Any]) -> Conversation:
     """The conversation to render. Tool definitions come from `body`, exactly as sent."""
     tools = tuple(body["tools"]) if request.tools else ()
-    messages = tuple(_message(message) for message in request.messages)
+    messages = tuple(
+        _marked(_message(message), message.cache_control or _has_marked_part(sent))
+        for message, sent in zip(request.messages, body["messages"], strict=True)
+    )
     return Conversation(messages, tools, _template_kwargs(request))
+
+
+def _has_marked_part(sent: Mapping[str, Any]) -> bool:
+    """Some content part has a `cache_control`: the end of its message is what can be kept."""
+    content = sent.get("content")
+    return isinstance(content, list) and any(part.get("cache_control") for part in content)
+
+
+def _marked(message: Message, mark: bool) -> Message:
+    return replace(message, breakpoint=True) if mark else message
 
 
 def _message(message: ChatMessage) -> Message:

@@ -10,6 +10,8 @@ from __future__ import annotations
 import contextlib
 import gc
 import json
+import logging
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +31,11 @@ from capserve.engine.memory import MemoryPlan
 from capserve.engine.runtime import TorchEngine, plan_memory
 from capserve.engine.seam import MAX_DRAFTS, EngineLimits
 from capserve.errors import StartupError
+from capserve.serving.archive import Archive, revive
 from capserve.serving.capsules import CapsuleStore
+from capserve.serving.desk import SessionDesk
+from capserve.serving.disk import DiskTier, default_capsule_dir
+from capserve.serving.keeper import Keeper
 from capserve.serving.limits import Limits
 from capserve.serving.metrics import MetricsLog
 from capserve.serving.prefix import AutoPrefixPolicy
@@ -41,7 +47,13 @@ from capserve.text.prompt import PromptBuilder
 from capserve.text.template import ChatTemplate
 from capserve.text.tokenizer import Tokenizer
 
+log = logging.getLogger("capserve.capsules")
+
 MIB = 2**20
+
+CLOSE_TIMEOUT_S = 30.0
+"""For what waits to be written when the server stops. Longer than a slow disk needs for the last
+capsules; what is late then is lost, and read again by the next server."""
 
 OnProgress = Callable[[int, int], None]
 """Called with (bytes loaded, bytes in all)."""
@@ -57,6 +69,14 @@ class Assembly:
     worker: EngineWorker
     state: ServerState
     app: ASGIApp
+    disk: DiskTier | None
+    """Where its capsules outlive it; None: nowhere."""
+
+    def stop(self, timeout_s: float | None = None) -> None:
+        """First the worker, which makes the last rows, then the disk, which writes them."""
+        self.worker.stop(timeout_s)
+        if self.disk is not None:
+            self.disk.close(CLOSE_TIMEOUT_S)
 
 
 @dataclass(frozen=True)
@@ -128,17 +148,6 @@ def assemble(settings: Settings, progress: OnProgress | None = None) -> Assembly
     engine = load_engine(settings, path, tokenizer.vocab_size, progress)
     limits = _limits(settings, engine.limits)
     transcripts, metrics = Transcripts(), MetricsLog()
-    worker = EngineWorker(
-        engine,
-        limits,
-        AutoPrefixPolicy(engine.limits, settings.exact, settings.checkpoint_interval),
-        CapsuleStore(limits.capsule_budget_bytes["host"]),
-        SessionRegistry(limits.max_active_sessions, limits.session_idle_ttl_s),
-        transcripts,
-        metrics,
-        _output_maker(tokenizer, end_tokens),
-        prompts,
-    )
     model = ModelInfo(
         served_names=(name,),
         max_model_len=engine.limits.max_positions,
@@ -149,6 +158,33 @@ def assemble(settings: Settings, progress: OnProgress | None = None) -> Assembly
         defaults=SamplingDefaults.from_generation_config(generation),
         seed=settings.seed,
     )
+    # After all else that may refuse, so that nobody has to give its directory back.
+    disk = open_disk(settings, engine.limits)
+    store = CapsuleStore(engine, limits.capsule_budget_bytes, disk)
+    sessions = SessionRegistry(limits.max_active_sessions, limits.session_idle_ttl_s)
+    archive = Archive(transcripts, disk)
+    keeper = Keeper(engine, store, sessions)
+    worker = EngineWorker(
+        engine,
+        limits,
+        AutoPrefixPolicy(engine.limits, settings.exact, settings.checkpoint_interval),
+        store,
+        sessions,
+        transcripts,
+        metrics,
+        _output_maker(tokenizer, end_tokens),
+        prompts,
+        archive=archive,
+        desk=SessionDesk(engine, store, keeper, sessions, transcripts, archive, prompts),
+    )
+    if disk is not None:
+        began = time.monotonic()
+        back = revive(sessions, transcripts, store, disk, time.time())
+        elapsed_ms = (time.monotonic() - began) * 1e3
+        log.info(
+            "%s: %d sessions, %d turns, %d capsules from before, in %.0f ms",
+            *(disk.directory, back.sessions, back.turns, back.capsules, elapsed_ms),
+        )
     state = ServerState(
         worker=worker,
         prompts=prompts,
@@ -157,6 +193,8 @@ def assemble(settings: Settings, progress: OnProgress | None = None) -> Assembly
         limits=limits,
         metrics=metrics,
         model=model,
+        engine=engine.limits,
+        max_import_bytes=settings.max_import_bytes or max(1, settings.capsule_budget_bytes),
         api_keys=settings.api_key,
         heartbeat_s=settings.heartbeat_s,
     )
@@ -164,20 +202,50 @@ def assemble(settings: Settings, progress: OnProgress | None = None) -> Assembly
     # A full collection over all that start-up made stops every thread for 0.2 s (docs/log.md).
     gc.collect()
     gc.freeze()
-    return Assembly(path, name, worker, state, app)
+    return Assembly(path, name, worker, state, app, disk)
+
+
+def capsule_directory(settings: Settings, fingerprint: str) -> Path:
+    """Where a server with these settings keeps what outlives it: one directory an engine."""
+    root = settings.capsule_dir
+    return (default_capsule_dir() if root is None else Path(root)) / fingerprint[:16]
+
+
+def open_disk(settings: Settings, engine: EngineLimits) -> DiskTier | None:
+    """The disk tier that `settings` ask for, or None. Raises StartupError, also when another server
+    has its directory."""
+    if settings.disk_budget_bytes == 0:
+        return None
+    directory = capsule_directory(settings, engine.fingerprint)
+    try:
+        return DiskTier.open(directory, engine.fingerprint, settings.disk_budget_bytes)
+    except StartupError as error:
+        raise StartupError(
+            f"{error.message}. Give this server another directory with --capsule-dir, or none with "
+            "--disk-budget 0.",
+            param="capsule_dir",
+        ) from None
+
+
+def private_settings(settings: Settings) -> Settings:
+    """Of a server that lives as long as a command: nothing of it stays on disk, unless the disk
+    tier was asked for in so many words."""
+    changes: dict[str, Any] = {"api_key": (), "host": "127.0.0.1", "port": 0}
+    if not settings.model_fields_set & {"disk_budget_bytes", "capsule_dir"}:
+        changes["disk_budget_bytes"] = 0
+    return settings.model_copy(update=changes)
 
 
 @contextlib.contextmanager
 def serving(settings: Settings, console: Console) -> Iterator[Running]:
     """A server of one's own on a free loopback port, without keys, while the block runs."""
-    private = settings.model_copy(update={"api_key": (), "host": "127.0.0.1", "port": 0})
-    assembly = assemble_visibly(private, console)
+    assembly = assemble_visibly(private_settings(settings), console)
     assembly.worker.start()
     try:
         with running(assembly.app) as url:
             yield Running(assembly, f"{url}/v1")
     finally:
-        assembly.worker.stop()
+        assembly.stop()
 
 
 def assemble_visibly(settings: Settings, console: Console) -> Assembly:
@@ -232,11 +300,26 @@ def _limits(settings: Settings, engine: EngineLimits) -> Limits:
         max_active_sessions=settings.max_active_sessions,
         max_queue_depth=settings.max_num_queued_reqs,
         session_idle_ttl_s=settings.session_idle_ttl_s,
-        capsule_budget_bytes=MappingProxyType({"host": settings.capsule_budget_bytes}),
+        capsule_budget_bytes=MappingProxyType(_budgets(settings, engine)),
+        schedule=settings.schedule,
+        fair_share=settings.fair_share,
+        min_slice_ms=settings.min_slice_ms,
+        short_turn_ms=settings.short_turn_ms,
+        max_parked_turns=settings.max_parked_turns,
         max_decode_ms=settings.max_decode_ms,
         max_body_bytes=settings.max_body_bytes,
         stream_stall_timeout_s=settings.stream_stall_timeout_s,
     )
+
+
+def _budgets(settings: Settings, engine: EngineLimits) -> dict[str, int]:
+    """Bytes per tier, of those that this engine has."""
+    asked: dict[str, int] = {
+        "gpu": settings.gpu_budget_bytes,
+        "host": settings.capsule_budget_bytes,
+    }
+    budgets = {tier: asked[tier] for tier in engine.tiers}
+    return budgets | {"disk": int(settings.disk_budget_bytes)}
 
 
 def _output_maker(

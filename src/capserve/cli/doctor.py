@@ -7,7 +7,9 @@ files and if it fits, the port. Printed as a table, or as one JSON object for a 
 from __future__ import annotations
 
 import json
+import os
 import platform
+import shutil
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -69,6 +71,7 @@ def checks(settings: Settings) -> Iterator[Check]:
     yield _processor()
     yield _memory()
     yield from _model(settings)
+    yield _capsules(settings)
     yield _port(settings)
 
 
@@ -144,6 +147,21 @@ def _text(settings: Settings, path: Path) -> Check:
         return Check("model text", Verdict.BAD, error.message)
     detail = f"{tokenizer.vocab_size:,} tokens, a chat template, end tokens {list(ends)}"
     return Check("model text", Verdict.OK, detail)
+
+
+def _capsules(settings: Settings) -> Check:
+    """Where a server would keep what outlives it."""
+    from capserve.serving.disk import default_capsule_dir
+
+    if settings.disk_budget_bytes == 0:
+        return Check("capsules on disk", Verdict.NOTE, "switched off by --disk-budget 0")
+    root = default_capsule_dir() if settings.capsule_dir is None else Path(settings.capsule_dir)
+    there = next(folder for folder in (root, *root.absolute().parents) if folder.exists())
+    if not os.access(there, os.W_OK):
+        return Check("capsules on disk", Verdict.BAD, f"{root} can't be written")
+    free, wanted = shutil.disk_usage(there).free, settings.disk_budget_bytes
+    detail = f"{root}: {free / GIB:.1f} GiB free, {wanted / GIB:.1f} GiB may be taken"
+    return Check("capsules on disk", Verdict.OK if free >= wanted else Verdict.NOTE, detail)
 
 
 def _port(settings: Settings) -> Check:

@@ -8,6 +8,7 @@ unknown flag; anything else that escapes is a bug and keeps its traceback.
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -95,6 +96,60 @@ def demo(settings: Settings) -> None:
     from capserve.cli.demo import run_demo
 
     raise typer.Exit(run_demo(settings))
+
+
+capsules = typer.Typer(
+    no_args_is_help=True,
+    help="List, check and remove the capsules on disk. No server may be using them.",
+)
+app.add_typer(capsules, name="capsules")
+
+CapsuleDirectory = Annotated[
+    Path | None,
+    typer.Option("--dir", help="As the server's --capsule-dir. Default: the user's cache."),
+]
+
+
+@capsules.command("ls")
+def capsules_ls(
+    directory: CapsuleDirectory = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON list.")] = False,
+) -> None:
+    """List the capsules, the one used last at the end."""
+    from capserve.cli.capsules import list_capsules
+
+    list_capsules(directory, as_json=as_json)
+
+
+@capsules.command("rm")
+def capsules_rm(
+    prefix: Annotated[
+        str | None, typer.Argument(metavar="KEYPREFIX", help="First digits of a key in `ls`.")
+    ] = None,
+    directory: CapsuleDirectory = None,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Every capsule and session, pinned or not.")
+    ] = False,
+    session: Annotated[
+        str | None, typer.Option(help="A session, and the capsules that only it has.")
+    ] = None,
+    older_than: Annotated[
+        str | None,
+        typer.Option(help="Capsules unused for so long, e.g. 30m, 12h, 7d. Pinned ones stay."),
+    ] = None,
+) -> None:
+    """Remove capsules: by key, of a session, unused ones, or all."""
+    from capserve.cli.capsules import remove
+
+    remove(directory, prefix=prefix, everything=everything, session=session, older_than=older_than)
+
+
+@capsules.command("verify")
+def capsules_verify(directory: CapsuleDirectory = None) -> None:
+    """Read every part file against its checksum. Exit code 1 when one is bad."""
+    from capserve.cli.capsules import verify
+
+    raise typer.Exit(verify(directory))
 
 
 def main(argv: list[str] | None = None) -> None:

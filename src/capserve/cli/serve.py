@@ -40,7 +40,7 @@ def run_server(settings: Settings) -> None:
                 on_started=lambda url: _welcome(console, settings, assembly.name, url),
             )
         finally:
-            assembly.worker.stop(STOP_TIMEOUT_S)
+            assembly.stop(STOP_TIMEOUT_S)
 
 
 def set_up_logging(level: str, console: Console) -> None:

@@ -1,42 +1,26 @@
 """How is the state kept and brought back without moving what did not change?
 
 A capsule is the small state plus the KV range [0, position). KV is append-only, so it is kept as
-immutable segments of 512 tokens that capsules of one lineage share; only the last, partial segment
-belongs to one capsule. `LiveSegments` knows which segments the live buffer already holds: a restore
-copies the others alone.
+immutable segments of 512 tokens that capsules of equal history share; only the last, partial
+segment belongs to one position. `LiveSegments` knows by name which full segments the live buffer
+holds: a restore copies the others alone.
 """
 
 from __future__ import annotations
 
-import itertools
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
-from capserve.engine.seam import CapsulePart
+from capserve.engine.history import SEGMENT_TOKENS, History
+from capserve.engine.packing import Label
+from capserve.engine.parts import Part, PartPool, Segment, SmallState
 from capserve.engine.state import State
+from capserve.engine.tiers import Tiers
 
-SEGMENT_TOKENS = 512
-"""Small enough that a tail copy is cheap, large enough that a 256k journal has 512 segments."""
-
-_keys = itertools.count(1)
-
-
-@dataclass(frozen=True, eq=False)
-class Segment:
-    """KV of whole positions [i * 512, (i + 1) * 512), or of the tail; never written after birth."""
-
-    kv: Tensor
-    """[layers, k|v, Hkv, tokens, D]"""
-    part: CapsulePart
-
-    @classmethod
-    def copy_of(cls, kv: Tensor) -> Segment:
-        kept = kv.clone(memory_format=torch.contiguous_format)
-        return cls(kept, CapsulePart(next(_keys), kept.nbytes))
+_UNKNOWN = b""
+"""In place of a name: the buffer is being written there."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,72 +28,114 @@ class TorchCapsule:
     """The restorable state at `position`. Immutable."""
 
     position: int
-    recurrent: Tensor
-    conv: Tensor
-    hidden: Tensor
+    small: SmallState
     segments: tuple[Segment, ...]
     """Full segments, then the tail when position is no multiple of 512."""
-    small: CapsulePart
 
     @property
-    def parts(self) -> Sequence[CapsulePart]:
-        return (self.small, *(segment.part for segment in self.segments))
+    def parts(self) -> Sequence[Part]:
+        return (self.small, *self.segments)
+
+    @property
+    def tier(self) -> str:
+        return self.small.tier
+
+    @property
+    def root(self) -> bytes:
+        """The name before its first part."""
+        return self.small.label.root
 
 
 class LiveSegments:
-    """Which kept segments does the live KV buffer hold, position by position?"""
+    """What does the live state hold: its history, and full KV segments by name?"""
 
-    def __init__(self, state: State) -> None:
+    def __init__(self, state: State, tiers: Tiers, pool: PartPool, fingerprint: str) -> None:
         self._state = state
-        # Weak: what no capsule keeps any more is not kept alive by having been live.
-        self._held: list[weakref.ref[Segment]] = []
-
-    def _at(self, i: int) -> Segment | None:
-        return self._held[i]() if i < len(self._held) else None
+        self._tiers = tiers
+        self._pool = pool
+        self._fingerprint = fingerprint
+        self.history = History()
+        self._held: list[bytes] = []
+        """Names of the full segments in the buffer. Those of the history are the first; what lies
+        beyond the position may still be there after a step back."""
 
     def written_from(self, position: int) -> None:
-        """The buffer changes at `position` and beyond."""
+        """The buffer changes at `position` and beyond, or is not complete there."""
         del self._held[position // SEGMENT_TOKENS :]
 
-    def snapshot(self, position: int) -> TorchCapsule:
-        """Needs a settled state with `state.hidden[0]` that of position - 1."""
-        state = self._state
-        full = position // SEGMENT_TOKENS
-        segments: list[Segment] = []
-        for i in range(full):
-            segment = self._at(i)
-            if segment is None:
-                span = slice(i * SEGMENT_TOKENS, (i + 1) * SEGMENT_TOKENS)
-                segment = Segment.copy_of(state.kv[:, :, :, span])
-                self._held[i : i + 1] = [weakref.ref(segment)]
-            segments.append(segment)
-        if position % SEGMENT_TOKENS:
-            tail = state.kv[:, :, :, full * SEGMENT_TOKENS : position]
-            segments = [*segments, Segment.copy_of(tail)]
-        small = (
-            state.recurrent.clone(),
-            state.conv[:, : state.taps].clone(),
-            state.hidden[0].clone(),
-        )
-        part = CapsulePart(next(_keys), sum(t.nbytes for t in small))
-        return TorchCapsule(position, *small, tuple(segments), part)
+    def absorbed(self) -> None:
+        """The history went on: the full segments up to its position are held."""
+        self._held += self.history.names[len(self._held) :]
+
+    def snapshot(self) -> TorchCapsule:
+        """Needs a settled state with `state.hidden[0]` that of the history's position - 1."""
+        history = self.history
+        segments = [
+            self._kept_segment(i, name, history.names[i - 1] if i else history.root)
+            for i, name in enumerate(history.names)
+        ]
+        if history.position % SEGMENT_TOKENS:
+            segments.append(self._kept_segment(len(segments), history.name("kv"), history.after))
+        small = self._kept_small_state()
+        return TorchCapsule(history.position, small, tuple(segments))
+
+    def _kept_segment(self, i: int, name: bytes, after: bytes) -> Segment:
+        tier = self._tiers.names[0]
+        start = i * SEGMENT_TOKENS
+        end = min(start + SEGMENT_TOKENS, self.history.position)
+
+        def make() -> Segment:
+            label = Label("kv", start, end, self._fingerprint, name, after, self.history.root)
+            return Segment(label, tier, self._tiers.copy(self._state.kv[:, :, :, start:end], tier))
+
+        return self._pool.share(Segment, name, tier, make)
+
+    def _kept_small_state(self) -> SmallState:
+        state, history, tier = self._state, self.history, self._tiers.names[0]
+        name = history.name("small")
+
+        def make() -> SmallState:
+            return SmallState(
+                Label(
+                    "small",
+                    0,
+                    history.position,
+                    self._fingerprint,
+                    name,
+                    history.after,
+                    history.root,
+                ),
+                tier,
+                self._tiers.copy(state.recurrent, tier),
+                self._tiers.copy(state.conv[:, : state.taps], tier),
+                self._tiers.copy(state.hidden[0], tier),
+                torch.from_numpy(history.tail.copy()),
+            )
+
+        return self._pool.share(SmallState, name, tier, make)
 
     def restore(self, capsule: TorchCapsule) -> int:
-        """Make the live buffers those of the capsule; returns the bytes moved."""
-        state = self._state
-        moved = capsule.small.nbytes
-        state.recurrent.copy_(capsule.recurrent)
-        state.conv[:, : state.taps].copy_(capsule.conv)
-        state.hidden[0].copy_(capsule.hidden)
+        """Make the live buffers and the history those of the capsule; returns the bytes moved."""
+        state, small = self._state, capsule.small
+        moved = small.nbytes
+        state.recurrent.copy_(small.recurrent, non_blocking=True)
+        state.conv[:, : state.taps].copy_(small.conv, non_blocking=True)
+        state.hidden[0].copy_(small.hidden, non_blocking=True)
+        names: list[bytes] = []
         for i, segment in enumerate(capsule.segments):
-            if self._at(i) is segment:
-                continue
-            start = i * SEGMENT_TOKENS
-            tokens = segment.kv.shape[3]
-            if tokens < SEGMENT_TOKENS:
+            start, end = segment.label.start, segment.label.end
+            full = end - start == SEGMENT_TOKENS
+            if full:
+                names.append(segment.name)
+                if self._held[i : i + 1] == [segment.name]:
+                    continue
+                self._held[i : i + 1] = [_UNKNOWN]
+            else:
                 self.written_from(start)
-            state.kv[:, :, :, start : start + tokens].copy_(segment.kv)
-            moved += segment.part.nbytes
-            if tokens == SEGMENT_TOKENS:
-                self._held[i : i + 1] = [weakref.ref(segment)]
+            state.kv[:, :, :, start:end].copy_(segment.kv, non_blocking=True)
+            moved += segment.nbytes
+            if full:
+                self._held[i] = segment.name
+        self._tiers.wait()  # the capsule may be gone when this returns
+        self.history.restore(names, small.history.numpy(), capsule.position, capsule.root)
         return moved

@@ -7,7 +7,7 @@ run on the caller's one thread, under inference mode.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
@@ -17,22 +17,29 @@ from torch import Tensor
 
 from capserve.engine import memory
 from capserve.engine.capsule import LiveSegments, TorchCapsule
+from capserve.engine.fingerprint import fingerprint_of
+from capserve.engine.history import SEGMENT_TOKENS
 from capserve.engine.layers.linear import MAX_ROWS
 from capserve.engine.loading import Progress, load_weights
 from capserve.engine.models.config import ModelConfig
 from capserve.engine.models.qwen3_5 import Qwen35
+from capserve.engine.parts import PartPool
 from capserve.engine.sampling import Sampler
 from capserve.engine.seam import (
     MAX_DRAFTS,
     MAX_TOP_LOGPROBS,
     Capsule,
+    CapsulePart,
     Chunk,
     EngineLimits,
     Sampling,
     TokenArray,
+    TokenConstraint,
 )
+from capserve.engine.shelf import Shelf
 from capserve.engine.speculate import judge
 from capserve.engine.state import State, StateBytes
+from capserve.engine.tiers import Tiers
 from capserve.errors import ContextLengthError, StartupError
 
 P = ParamSpec("P")
@@ -47,14 +54,24 @@ class TorchEngine:
     """One hot state of one Qwen3.5-family model. Implements `seam.Engine`."""
 
     def __init__(
-        self, model: Qwen35, *, positions: int, prefill_chunk: int, vocab: int, max_drafts: int
+        self,
+        model: Qwen35,
+        *,
+        positions: int,
+        prefill_chunk: int,
+        vocab: int,
+        max_drafts: int,
+        fingerprint: str,
     ) -> None:
         config, dtype, device = model.config, model.dtype, model.device
         self._model = model
         self._device = device
         with torch.inference_mode():
             self._state = State(config, dtype, device, positions)
-        self._live = LiveSegments(self._state)
+        tiers = Tiers(device)
+        pool = PartPool(tiers)
+        self._live = LiveSegments(self._state, tiers, pool, fingerprint)
+        self._shelf = Shelf(self._state, tiers, pool, fingerprint)
         sizes = StateBytes.of(config, dtype)
         self._limits = EngineLimits(
             model_name=config.name,
@@ -65,8 +82,11 @@ class TorchEngine:
             grid=prefill_chunk,
             small_state_bytes=sizes.small_state,
             kv_bytes_per_token=sizes.kv_per_token,
+            segment_tokens=SEGMENT_TOKENS,
             device=str(device),
             dtype=str(dtype).removeprefix("torch."),
+            tiers=tiers.names,
+            fingerprint=fingerprint,
         )
         self._prefill_threads = torch.get_num_threads()
         self._position = 0
@@ -120,6 +140,7 @@ class TorchEngine:
             prefill_chunk=prefill_chunk,
             vocab=ids,
             max_drafts=max_drafts,
+            fingerprint=fingerprint_of(path, chosen, where, prefill_chunk),
         )
         engine.warm_up()
         return engine
@@ -150,10 +171,13 @@ class TorchEngine:
         self._state.accepted_rows = MAX_ROWS  # a fold, whatever the drafts were worth
         self.restore(self.snapshot())
         self.reset()
+        self._live.written_from(0)  # what ran here is no history of anybody
 
     @_inference
     def reset(self) -> None:
+        self._drop_unbuilt_slots()
         self._state.reset()
+        self._live.history.reset()
         self._moved_to(0)
 
     @_inference
@@ -176,18 +200,26 @@ class TorchEngine:
             self._live.written_from(self._position)
             hidden = self._model.absorb(chunk, self._state, self._position)
             self._state.hidden[0] = hidden[-1]
+            self._live.history.prefilled(tokens[self._position - first : stop - first])
+            self._live.absorbed()
             self._position = stop
 
     @_inference
     def begin(
-        self, sampling: Sampling, context: TokenArray, output: TokenArray | None = None
+        self,
+        sampling: Sampling,
+        context: TokenArray,
+        output: TokenArray | None = None,
+        constraint: TokenConstraint | None = None,
     ) -> None:
         _check_sampling(sampling, self._limits)
         decided = [] if output is None else output.tolist()
         if decided:
             assert self._position == len(context) + len(decided) - 1, "output is not this state's"
         self._pending = decided[-1] if decided else None
-        self._sampler = Sampler(sampling, context, decided, self._limits.vocab_size, self._device)
+        self._sampler = Sampler(
+            sampling, context, decided, self._limits.vocab_size, self._device, constraint
+        )
 
     @_inference
     def step(self, most: int = MAX_DRAFTS + 1) -> Chunk:
@@ -207,12 +239,12 @@ class TorchEngine:
                 f"position {self._position} is the end of a context of "
                 f"{self._limits.max_positions} tokens"
             )
+        self._live.written_from(self._position)
         drafts = self._draft(min(sampler.sampling.drafts, room - 1, most - 1), sampler)
         if not drafts and len(self._waiting_tokens) == MAX_ROWS - 1:
             self._build_waiting_slots()  # make room for one more hidden state
         rows = [self._pending, *drafts]
         self._state.settle()
-        self._live.written_from(self._position)
         hidden = self._model.verify(self._ids(rows), self._state, self._position)
         verdict = judge(self._model.logits(hidden), drafts, sampler, self._position + 1)
         self._absorb_rows(rows, hidden, len(verdict.tokens), drafted=bool(drafts))
@@ -223,15 +255,27 @@ class TorchEngine:
     @_inference
     def snapshot(self) -> Capsule:
         self._settle()
-        return self._live.snapshot(self._position)
+        return self._live.snapshot()
 
     @_inference
     def restore(self, capsule: Capsule) -> int:
         assert isinstance(capsule, TorchCapsule), "a capsule of another engine"
+        self._drop_unbuilt_slots()
         moved = self._live.restore(capsule)
         self._state.accepted_rows = 0
         self._moved_to(capsule.position)
         return moved
+
+    @_inference
+    def move(self, capsule: Capsule, tier: str) -> Capsule:
+        assert isinstance(capsule, TorchCapsule), "a capsule of another engine"
+        return self._shelf.move(capsule, tier)
+
+    @_inference
+    def unpack(
+        self, position: int, parts: Sequence[CapsulePart | memoryview], apart: bytes = b""
+    ) -> Capsule:
+        return self._shelf.unpack(position, parts, apart)
 
     def _use_threads(self, count: int) -> None:
         """Prefill takes all threads that it was given. A decode step takes one: its operations are
@@ -244,6 +288,12 @@ class TorchEngine:
         self._position = position
         self._pending = self._sampler = None
         self._waiting_tokens = []
+
+    def _drop_unbuilt_slots(self) -> None:
+        """The state goes elsewhere: MTP slots that wait are never built, so a segment that holds
+        one is not what its name says."""
+        if self._waiting_tokens:
+            self._live.written_from(self._position - len(self._waiting_tokens))
 
     def _ids(self, tokens: list[int]) -> Tensor:
         return torch.tensor(tokens, dtype=torch.long, device=self._device)
@@ -276,9 +326,12 @@ class TorchEngine:
         drafts: list[int] = []
         for i in range(count):
             y = self._model.draft(self._ids(tokens), hidden, self._state, slot)[-1:]
-            draft = sampler.choose(self._model.logits(y)[0], self._position + 1 + i)
+            draft = sampler.draft(self._model.logits(y)[0], self._position + 1 + i)
             drafts.append(draft)
+            if draft in sampler.sampling.end_tokens:
+                break  # nothing is decided behind it
             slot, tokens, hidden = self._position + 1 + i, [draft], y
+        sampler.undo_drafts()
         return drafts
 
     def _absorb_rows(self, rows: list[int], hidden: Tensor, count: int, *, drafted: bool) -> None:
@@ -286,6 +339,8 @@ class TorchEngine:
         state = self._state
         state.accepted_rows = count
         self._position += count
+        self._live.history.decoded(rows[:count])
+        self._live.absorbed()
         if self._model.mtp is None:
             state.hidden[0] = hidden[count - 1]
             return

@@ -1,23 +1,32 @@
 """What can the engine do, in words that know nothing of requests?
 
 Positions and lengths are tokens; sizes are bytes; ranges are half-open. One thread calls an engine.
-No generator, lock or callback crosses this file; abilities are values in `EngineLimits`.
+No generator or lock crosses this file, and of callbacks one, a turn's `TokenConstraint`; abilities
+are values in `EngineLimits`.
 
   E1  `position` counts exactly the tokens that the state has absorbed.
   E2  `step()` returns only tokens that the target decided; the state has absorbed all of them but
       the last, the *pending* one. `extend` forgets a pending token: the caller passes it again.
-  E3  After `restore(snapshot())` and `begin` with the same sampling, context and output, `step()`
-      gives what it would have given.
+  E3  After `restore(snapshot())` and `begin` with the same sampling, context, output and
+      constraint, `step()` gives what it would have given.
   E4  `extend(a); extend(b)` equals `extend(a + b)` bit for bit when `position + len(a)` is a
       multiple of `limits.grid`. Anywhere else it is equal within float rounding.
-  E5  The token at position p is a function of the target's logits and of (seed, p) alone. It does
-      not depend on the number of drafts, on what was accepted before, or on capsules.
+  E5  The token at position p is a function of the target's logits, of (seed, p) and of what the
+      turn's constraint allows there. It does not depend on the number of drafts, on what was
+      accepted before, or on capsules.
   E6  A sampled end token ends the chunk (`stop` names it) and is not absorbed.
   E7  A call that raises `CapserveError` before it started leaves the state as it was, and so does a
       `snapshot` that finds no memory. After any other exception the state is undefined until
       `reset` or `restore`.
   E8  A capsule is immutable, survives any later call, and may be restored many times.
   E9  `limits.small_state_bytes` and `limits.kv_bytes_per_token` equal the bytes measured.
+  E10 Parts of equal name hold equal bytes, in this process and in any other whose engine has the
+      same `limits.fingerprint`. A part's name is a digest of all that was absorbed up to its end
+      and of how it was absorbed; a part that is not full, or a small state, has a name of its own.
+  E11 `unpack(c.position, [p.pack() for p in c.parts])` is a capsule that restores the bits of c.
+  E12 Under a constraint every token that `step` returns was allowed where it stands. An error
+      that the constraint raises leaves `step` as it is; the state is undefined until `reset` or
+      `restore`.
 """
 
 from __future__ import annotations
@@ -57,8 +66,16 @@ class EngineLimits:
     small_state_bytes: int
     kv_bytes_per_token: int
     """Bytes that a capsule holds for each token before its position, MTP included."""
+    segment_tokens: int
+    """Tokens of one full KV part: what capsules share is counted in these."""
     device: str
     dtype: str
+    tiers: tuple[str, ...]
+    """Where capsules can lie, the nearest to the live buffers first: `("host",)` on CPU,
+    `("gpu", "host")` on a card. `snapshot` makes them in the first."""
+    fingerprint: str
+    """Digest of everything that decides a state's bits: weights, config, dtype, grid, device kind,
+    versions. A packed part means nothing to an engine with another one."""
 
     def chunk_end(self, position: int, limit: int) -> int:
         """The end of the prefill chunk that starts at `position`, never beyond `limit`.
@@ -81,9 +98,9 @@ class EngineLimits:
 class Sampling:
     """How a token is chosen from logits. Validated where it is made; the engine asserts.
 
-    Order: repetition, presence and frequency penalties, logit_bias, temperature, top_k, top_p,
-    min_p, Gumbel noise keyed by (seed, position), argmax. `temperature == 0` is greedy: argmax
-    after penalties and bias, lowest id on a tie.
+    Order: repetition, presence and frequency penalties, logit_bias, the constraint's mask,
+    temperature, top_k, top_p, min_p, Gumbel noise keyed by (seed, position), argmax.
+    `temperature == 0` is greedy: argmax after the mask, lowest id on a tie.
     """
 
     temperature: float = 0.0
@@ -109,12 +126,12 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """Log probabilities of one chosen token, after penalties and bias, before temperature."""
+    """Log probabilities of one chosen token, after penalties, bias and mask, before temperature."""
 
     token: int
     logprob: float
     top: tuple[tuple[int, float], ...]
-    """The n most likely (id, logprob), best first."""
+    """The n most likely (id, logprob), best first; fewer when a constraint allows fewer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,12 +149,52 @@ class Chunk:
     """One for each token when asked for, else empty."""
 
 
-@dataclass(frozen=True, slots=True)
-class CapsulePart:
-    """A shareable piece of a capsule, for accounting: equal keys are the same bytes in memory."""
+TokenMask = npt.NDArray[np.int32]
+"""One bit for each id: bit t % 32 of word t // 32 is set when token t is allowed. Its length is
+`(vocab_size + 31) // 32`; bits beyond the vocabulary don't matter."""
 
-    key: int
-    nbytes: int
+
+class TokenConstraint(Protocol):
+    """What may come next, as far as one turn's output has come. Belongs to that turn, and is called
+    by the engine in `begin` and `step` alone."""
+
+    def restart(self) -> None:
+        """Back to where no token was decided."""
+        ...
+
+    def mask(self) -> TokenMask | None:
+        """What is allowed next: at least one id. None allows every id."""
+        ...
+
+    def advance(self, token: int) -> None:
+        """Go on by a token that `mask` allowed."""
+        ...
+
+    def rollback(self, tokens: int) -> None:
+        """Take the last `tokens` back: at most those since the last `restart`."""
+        ...
+
+
+class CapsulePart(Protocol):
+    """An immutable piece of a capsule, shared by every capsule that has it (E10)."""
+
+    @property
+    def name(self) -> bytes:
+        """16 bytes."""
+        ...
+
+    @property
+    def nbytes(self) -> int: ...
+
+    @property
+    def tier(self) -> str: ...
+
+    def pack(self) -> Sequence[memoryview]:
+        """The part as one safetensors file, in pieces to be written one after another.
+
+        Any thread may call it at any time; what lies in host memory is not copied.
+        """
+        ...
 
 
 class Capsule(Protocol):
@@ -148,7 +205,8 @@ class Capsule(Protocol):
 
     @property
     def parts(self) -> Sequence[CapsulePart]:
-        """Every piece of memory that this capsule keeps alive, the small state among them."""
+        """Every piece of memory that this capsule keeps alive: the small state first, then the KV
+        parts in ascending order. All lie in one tier."""
         ...
 
 
@@ -175,9 +233,16 @@ class Engine(Protocol):
         ...
 
     def begin(
-        self, sampling: Sampling, context: TokenArray, output: TokenArray | None = None
+        self,
+        sampling: Sampling,
+        context: TokenArray,
+        output: TokenArray | None = None,
+        constraint: TokenConstraint | None = None,
     ) -> None:
         """Start a turn, or take one up again: `step` samples so from now on.
+
+        `constraint` is restarted and led over `output`: the same object may come with each `begin`
+        of its turn.
 
         `context` is the prompt, for the repetition penalty. `output` are the tokens that this turn
         decided so far (penalties count them); its last one becomes the pending token, so
@@ -200,4 +265,26 @@ class Engine(Protocol):
 
     def restore(self, capsule: Capsule) -> int:
         """Make `capsule` the hot state; returns the bytes moved. No pending token afterwards."""
+        ...
+
+    def move(self, capsule: Capsule, tier: str) -> Capsule:
+        """The same capsule in another tier of `limits.tiers`; itself when it lies there already.
+
+        Parts of equal name that live in that tier are shared instead of copied. The state does not
+        change; neither does the capsule that was given.
+        """
+        ...
+
+    def unpack(
+        self, position: int, parts: Sequence[CapsulePart | memoryview], apart: bytes = b""
+    ) -> Capsule:
+        """A capsule in the last tier of `limits.tiers`, from its parts in order: living ones as
+        they are, others as the bytes that `pack` gave, joined.
+
+        A name in foreign bytes is a claim. With `apart`, 16 random bytes, all parts must be bytes,
+        and they, and whatever is absorbed after a restore of them, get names that no other history
+        has: what they hold is never shared with a state that was computed here.
+
+        Raises CapsuleError for bytes that are no such part of this engine at this position.
+        """
         ...

@@ -28,7 +28,7 @@ def judge(logits: Tensor, drafts: Sequence[int], sampler: Sampler, position: int
     """logits [len(drafts) + 1, V] f32; row i decides the token at `position + i`.
 
     Walks the rows until a draft disagrees or an end token is decided, and commits what it decides
-    to the sampler.
+    to the sampler: each row is judged under the mask of its own place.
     """
     ends = sampler.sampling.end_tokens
     with_logprobs = sampler.sampling.top_logprobs is not None

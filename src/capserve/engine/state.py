@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from capserve.engine.history import SEGMENT_TOKENS
 from capserve.engine.kernels.causal_conv.reference import shifts
 from capserve.engine.kernels.gated_delta.cpu import fold_rows
 from capserve.engine.kernels.gated_delta.reference import fold
@@ -31,6 +32,8 @@ class StateBytes:
     recurrent: int
     conv: int
     hidden: int
+    history: int
+    """Of a capsule only: the tokens of its last, partial segment."""
     kv_per_token: int
 
     @classmethod
@@ -45,13 +48,14 @@ class StateBytes:
             recurrent=config.linear_layers * per_layer * 4,
             conv=config.linear_layers * taps * config.conv_dim * size,
             hidden=config.hidden_size * size,
+            history=2 * SEGMENT_TOKENS * 4,
             kv_per_token=kv_layers * 2 * config.num_key_value_heads * config.head_dim * size,
         )
 
     @property
     def small_state(self) -> int:
         """Everything of a capsule that does not grow with its position."""
-        return self.recurrent + self.conv + self.hidden
+        return self.recurrent + self.conv + self.hidden + self.history
 
     def buffers(self, config: ModelConfig, dtype: torch.dtype, positions: int) -> int:
         """Bytes of the static buffers of a `State` with room for `positions` tokens."""
@@ -68,7 +72,8 @@ class StateBytes:
         gates = ROW_TILE * 2 * heads * size
         waiting = (MAX_ROWS - 1) * config.hidden_size * size
         fixed = rows + conv_rows + scratch + gates + waiting
-        return self.small_state + self.kv_per_token * positions + fixed
+        small = self.recurrent + self.conv + self.hidden
+        return small + self.kv_per_token * positions + fixed
 
 
 @dataclass(frozen=True)
@@ -182,9 +187,12 @@ class State:
         return views
 
     def reset(self) -> None:
-        """The state before token 0. KV needs no clearing: nothing beyond the position is read."""
+        """The state before token 0. KV needs no clearing: nothing beyond the position is read.
+        Nor is a hidden state read there, but a capsule holds one, and its bytes follow from its
+        name (E10)."""
         self.recurrent.zero_()
         self.conv.zero_()
+        self.hidden[0].zero_()
         self.accepted_rows = 0
 
     def settle(self) -> None:

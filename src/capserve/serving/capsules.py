@@ -1,297 +1,474 @@
-"""Which states are kept, and what do they weigh together?
+"""Which states are kept, and where?
 
-A store of capsules in host memory under one byte budget. A capsule is named by its content
-(namespace, position, digest of the tokens before it). Capsules share parts, so bytes are counted
-once per live part, by reference counts. Unpinned capsules leave in the order of last use, for room
-or after a time without use; a pin and the protected one (the running or hot session's newest) never
-do. What can't fit is refused with a reason, and what left is remembered for a while, so that a
-later miss can say why.
+A store of capsules over the engine's memory tiers, the nearest first, and the disk. A capsule is
+named by its content (namespace, position, digest of the tokens before it). It lies in at most one
+memory tier, and on disk too: whatever is kept is written there at once, in the background, so that
+leaving memory costs nothing and a crash loses little.
 
-One thread uses a store. `Footprint` values may go anywhere.
+For room, the capsule that is the least worth its bytes (`tiers.py`) goes to the next memory tier,
+and from the last one to the disk; without a disk it is lost. A pin, the state of a parked turn and
+the protected one (the running or hot session's newest) stay where they are. What can't fit is
+refused with a reason before anything makes way for it, and what was lost is remembered for a while,
+so that a later miss can say why.
+
+One thread uses a store.
 """
 
 from __future__ import annotations
 
+import logging
 import time
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from enum import StrEnum
+from collections.abc import Callable, Iterable, Mapping
 
 from capserve.engine.seam import Capsule
+from capserve.errors import CapsuleError
+from capserve.serving.catalog import REMEMBERED, Catalog, Entry, Loss
+from capserve.serving.copies import DiskCopies, PartLostError
+from capserve.serving.footprint import CapsuleInfo, Footprint, Location, Taken, TierFootprint
 from capserve.serving.journal import Span
+from capserve.serving.memory import Memory
+from capserve.serving.rows import CapsuleKey, CapsuleRow
+from capserve.serving.tiers import DISK, Disk, Mover, out_of_memory, part_rows
 
-REMEMBERED = 4096
-"""Names of lost capsules that are kept for miss reasons: about 0.5 MB at most."""
-
-
-PIN_SHARE = 0.5
-"""Of the budget, for pins: they never leave, so all other reuse lives in what they spare."""
+log = logging.getLogger("capserve.store")
 
 
-@dataclass(frozen=True, slots=True)
-class CapsuleKey:
-    namespace: str
-    position: int
-    digest: bytes
-    """blake2b of the int32 bytes of the tokens before `position`."""
-
-
-class Loss(StrEnum):
-    """Why a capsule that was worth keeping is not there."""
-
-    EVICTED = "evicted"
-    OVER_BUDGET = "over_budget"
-
-
-@dataclass(frozen=True, slots=True)
-class Footprint:
-    used_bytes: int
-    budget_bytes: int
-    capsules: int
-    pinned: int
-    evicted: int
-    refused: int
-    """Capsules, and pins, that there was no room for."""
-
-
-@dataclass(slots=True)
-class Entry:
-    capsule: Capsule
-    spans: tuple[Span, ...]
-    """How the state before `position` was computed: a resumed journal starts with them."""
-    used_at: float
-    """On the store's clock, in seconds."""
-    pinned: bool = False
-    pin_refused: bool = False
+class CapsuleLostError(Exception):
+    """A capsule of the index could not be read back from disk, and has left the index."""
 
 
 class CapsuleStore:
     def __init__(
         self,
-        budget_bytes: int,
+        engine: Mover,
+        budgets: Mapping[str, int],
+        disk: Disk | None = None,
+        *,
         remembered: int = REMEMBERED,
         clock: Callable[[], float] = time.monotonic,
+        unix_clock: Callable[[], float] = time.time,
     ) -> None:
-        assert budget_bytes >= 0
-        self.budget_bytes = budget_bytes
-        self.pin_budget_bytes = int(budget_bytes * PIN_SHARE)
+        """`budgets`: bytes per memory tier; one that is absent has none. The disk has its own."""
+        self._engine = engine
         self._clock = clock
-        self._entries: OrderedDict[CapsuleKey, Entry] = OrderedDict()  # least recently used first
-        self._references: dict[int, tuple[int, int]] = {}  # part key -> (capsules, bytes)
-        self._used_bytes = 0
+        self._unix_clock = unix_clock
+        self._catalog = Catalog(remembered)
+        self._parked: dict[CapsuleKey, Entry] = {}
+        self._memory = Memory(engine, budgets, self)
+        self._copies = DiskCopies(disk, self._unix_time)
         self._protected: CapsuleKey | None = None
-        self._positions: dict[str, Counter[int]] = {}
-        self._lost: OrderedDict[CapsuleKey, Loss] = OrderedDict()
-        self._lost_positions: dict[str, Counter[int]] = {}
-        self._remembered = remembered
         self._evicted = 0
         self._refused = 0
+        self._left_memory = 0
+
+    @property
+    def budget_bytes(self) -> int:
+        """Of all memory tiers."""
+        return sum(tier.budget_bytes for tier in self._memory.tiers)
+
+    @property
+    def largest_budget_bytes(self) -> int:
+        """Of one memory tier: what is larger fits nowhere."""
+        return max(tier.budget_bytes for tier in self._memory.tiers)
 
     # -- the index that the policy reads -----------------------------------------------------
 
     def positions(self, namespace: str) -> list[int]:
         """Positions at which some capsule of the namespace lies, ascending."""
-        return sorted(self._positions.get(namespace, ()))
+        return self._catalog.positions(namespace)
 
     def holds(self, key: CapsuleKey) -> bool:
-        return key in self._entries
+        return key in self._catalog
 
     def lost_positions(self, namespace: str) -> list[int]:
         """Like `positions`, of capsules that are remembered as lost."""
-        return sorted(self._lost_positions.get(namespace, ()))
+        return self._catalog.lost_positions(namespace)
 
     def loss(self, key: CapsuleKey) -> Loss | None:
-        return self._lost.get(key)
+        return self._catalog.loss(key)
+
+    def locate(self, key: CapsuleKey) -> Location:
+        """Where it lies, and what its way to the live state costs. KeyError when absent."""
+        entry = self.entry(key)
+        if entry.tier is not None:
+            return Location(entry.tier, entry.nbytes)
+        leaving = self._copies.leaving.get(key)
+        if leaving is not None:
+            return Location(leaving.parts[0].tier, entry.nbytes)
+        living = self._memory.living
+        return Location(DISK, sum(p.nbytes for p in entry.parts if living(p.name) is None))
 
     # -- keeping ------------------------------------------------------------------------------
 
     def put(
-        self, key: CapsuleKey, capsule: Capsule, spans: Iterable[Span], *, pin: bool = False
+        self,
+        key: CapsuleKey,
+        capsule: Capsule,
+        spans: Iterable[Span],
+        *,
+        based_on: CapsuleKey | None = None,
+        pin: bool = False,
     ) -> str | None:
-        """Keep `capsule`; evict older ones for it. Returns why not, or None when all went well.
+        """Keep `capsule`; others make way for it. Returns why not, or None when all went well.
 
-        A pin that is refused may still be kept unpinned: `holds` tells.
+        `based_on` is the boundary before it in its journal. A pin that is refused may still be
+        kept unpinned: `holds` tells.
         """
         assert capsule.position == key.position
-        if key in self._entries:
-            self.get(key)
+        known = self._catalog.find(key)
+        if known is not None and known.tier is None and not _is_made_of(known, capsule):
+            # Computed in other pieces than the one on disk: two states under one name can't be.
+            pin = pin or known.pinned
+            self._copies.forget(known)
+            self._remove(known, None)
+            known = None
+        if known is not None:
+            if known.tier is None and self._may_enter(known):
+                self._come_back(known, capsule)
+            self.use(key)
             return self.pin(key) if pin else None
-        refusal = self._make_room(capsule)
+        entry = Entry(key, tuple(spans), part_rows(capsule.parts), self._clock(), based_on)
+        entry.based_on = self._catalog.held_base(key, based_on)
+        refusal = self._memory.enter(entry, capsule)
         if refusal is not None:
             self.note_refusal(key)
             return refusal
-        self._entries[key] = Entry(capsule, tuple(spans), self._clock())
-        self._positions.setdefault(key.namespace, Counter())[key.position] += 1
-        for part in capsule.parts:
-            count, _ = self._references.get(part.key, (0, 0))
-            self._references[part.key] = (count + 1, part.nbytes)
-            if count == 0:
-                self._used_bytes += part.nbytes
-        self._forget_loss(key)
-        return self.pin(key) if pin else None
+        self._catalog.add(entry)
+        self._memory.rebase(entry)  # its base may have made way for it
+        if pin:
+            refusal = self.pin(key)
+        self._copies.save(entry, self._catalog)
+        return refusal
 
-    def get(self, key: CapsuleKey) -> Entry:
-        """The capsule and its spans; it is now the most recently used. KeyError when absent."""
-        self._entries.move_to_end(key)
-        entry = self._entries[key]
+    def get(self, key: CapsuleKey) -> Taken:
+        """The capsule and its spans; it is now the most recently used. KeyError when absent.
+
+        One that lies on disk alone is read, and is in memory afterwards when there is room.
+        Raises CapsuleLostError when it can't be read.
+        """
+        entry = self.entry(key)
+        read_bytes: int | None = None
+        capsule = entry.capsule or self._copies.leaving.get(key)
+        if capsule is None:
+            capsule, read_bytes = self._read(entry)
+        if entry.tier is None and self._may_enter(entry):
+            capsule = self._come_back(entry, capsule)
+        self.use(key)
+        return Taken(capsule, entry.spans, read_bytes)
+
+    def in_memory(self, key: CapsuleKey) -> bool:
+        entry = self._catalog.find(key) or self._parked.get(key)
+        return entry is not None and entry.tier is not None
+
+    def use(self, key: CapsuleKey) -> None:
+        """It was worth having. KeyError when absent."""
+        entry = self.entry(key)
         entry.used_at = self._clock()
-        return entry
+        if entry.tier is not None:
+            self._memory.tier(entry.tier).use(key)
+        self._copies.touch(entry)
 
     def pin(self, key: CapsuleKey) -> str | None:
         """Keep it until `unpin`. KeyError when absent.
 
-        Returns why not, when all pins together would take more than their share of the budget.
+        A pin lies in the nearest memory tier in which pins have room, or on disk alone. Returns why
+        not, when all pins together would take more than their share of the last one.
         """
-        entry = self._entries[key]
+        entry = self.entry(key)
         if entry.pinned:
             return None
-        pins = _bytes_of([e.capsule for e in self._entries.values() if e.pinned] + [entry.capsule])
-        entry.pinned = pins <= self.pin_budget_bytes
-        entry.pin_refused = not entry.pinned
-        if entry.pinned:
-            return None
-        self._refused += 1
-        return f"needs {pins} bytes beside the pins, the budget for pins is {self.pin_budget_bytes}"
-
-    def unpin(self, key: CapsuleKey) -> None:
-        self._entries[key].pinned = False
-
-    def protect(self, key: CapsuleKey | None) -> None:
-        """Spare this one from eviction, in place of the one before (None: spare none)."""
-        self._protected = key
-
-    def spare(self, nbytes: int) -> None:
-        """Evict until `nbytes` more would fit; evict nothing when they can't."""
-        if _bytes_of(self._staying()) + nbytes <= self.budget_bytes:
-            while self._used_bytes + nbytes > self.budget_bytes:
-                evicted = self.evict_lru()
-                assert evicted is not None, "room was promised above"
-
-    def evict_lru(self) -> CapsuleKey | None:
-        """Drop the least recently used capsule that may go. None when none may."""
-        for key, entry in self._entries.items():
-            if not entry.pinned and key != self._protected:
-                self._remove(key)
-                self._evicted += 1
-                return key
+        fits_disk = self._copies.pin_fits(entry, self._catalog)
+        if entry.tier is not None:
+            refusal = self._memory.place_pin(entry)
+        else:
+            refusal = None if fits_disk else "the pins on disk have their share already"
+        entry.pin_refused = refusal is not None
+        if refusal is not None:
+            self._refused += 1
+            return refusal
+        entry.pinned = True
+        self._copies.set_pinned(entry, fits_disk)
         return None
 
-    def expire(self, idle_ttl_s: float) -> int:
-        """Drop what nobody used for longer than this. Returns how many went."""
-        now = self._clock()
-        gone = [
-            key
-            for key, entry in self._entries.items()
-            if now - entry.used_at > idle_ttl_s and not entry.pinned and key != self._protected
-        ]
-        for key in gone:
-            self._remove(key)
-        self._evicted += len(gone)
-        return len(gone)
+    def unpin(self, key: CapsuleKey) -> None:
+        entry = self.entry(key)
+        entry.pinned = False
+        self._copies.set_pinned(entry, False)
 
-    def clear(self) -> None:
-        """Drop everything, pins too, whatever the accounts say: what to do when they are wrong."""
-        lost = list(self._entries)
-        self._entries.clear()
-        self._references.clear()
-        self._used_bytes = 0
-        self._protected = None
-        self._positions.clear()
-        for key in lost:
-            self._remember(key, Loss.EVICTED)
-        self._evicted += len(lost)
+    def protect(self, key: CapsuleKey | None) -> None:
+        """Let this one stay where it is, in place of the one before (None: none)."""
+        self._protected = key
+
+    def drop(self, key: CapsuleKey) -> bool:
+        """Remove it from every tier, pinned or not, and forget that it was. False when a parked
+        turn holds it. KeyError when absent."""
+        entry = self.entry(key)
+        if entry.holds:
+            return False
+        self._copies.forget(entry)
+        self._remove(entry, None)
+        return True
 
     def note_refusal(self, key: CapsuleKey) -> None:
         """Remember that this one was not kept for lack of room."""
         self._refused += 1
-        self._remember(key, Loss.OVER_BUDGET)
+        if key not in self._catalog:
+            self._catalog.remember(key, Loss.OVER_BUDGET)
+
+    # -- parked turns -------------------------------------------------------------------------
+
+    def hold(self, key: CapsuleKey) -> None:
+        """It stays in memory until `release`; holds are counted."""
+        entry = self.entry(key)
+        assert entry.tier is not None, "only what is in memory can be held there"
+        entry.holds += 1
+        self.use(key)
+
+    def hold_equal(self, key: CapsuleKey, spans: tuple[Span, ...]) -> bool:
+        """Hold the capsule of this name if it is in memory and was computed in these pieces."""
+        entry = self._catalog.find(key)
+        if entry is None or entry.tier is None or entry.spans != spans:
+            return False
+        self.hold(key)
+        return True
+
+    def put_parked(
+        self,
+        parked: CapsuleKey,
+        key: CapsuleKey,
+        capsule: Capsule,
+        spans: tuple[Span, ...],
+        *,
+        based_on: CapsuleKey | None = None,
+    ) -> str | None:
+        """Keep and hold `capsule` under the name `parked`, where no plan finds it. It is not
+        written to disk. Returns why not, or None. `key` is the name that it may get at its end.
+        """
+        assert parked not in self._parked
+        entry = Entry(parked, spans, part_rows(capsule.parts), self._clock(), parked_as=key)
+        entry.based_on = self._catalog.held_base(key, based_on)
+        refusal = self._memory.enter(entry, capsule)
+        if refusal is None:
+            entry.holds = 1
+            self._parked[parked] = entry
+        return refusal
+
+    def release(self, key: CapsuleKey, *, keep: bool) -> None:
+        """End one hold. A parked state goes with its last one, or with `keep` becomes a capsule
+        like any other. Nothing happens when `clear` was there first."""
+        entry = self._parked.get(key) or self._catalog.find(key)
+        if entry is None or entry.holds == 0:
+            return
+        entry.holds -= 1
+        if entry.holds or entry.parked_as is None:
+            return
+        del self._parked[key]
+        capsule = self._memory.leave(entry)
+        if keep:
+            self.put(entry.parked_as, capsule, entry.spans, based_on=entry.based_on)
+
+    # -- room ---------------------------------------------------------------------------------
+
+    def spare(self, nbytes: int) -> None:
+        """Make room for `nbytes` more in the nearest tier that can have them."""
+        self._memory.spare(nbytes)
+
+    def demote(self, tier: str) -> CapsuleKey | None:
+        """Move the capsule that is the least worth its bytes out of `tier`. None when all stay."""
+        return self._memory.demote_one(tier)
+
+    def expire(self, idle_ttl_s: float) -> int:
+        """Free the memory of what nobody used for longer than this; returns how many left it.
+
+        What is durable stays on disk, until the disk's own budget needs the room: a conversation
+        goes on after a night, for the price of a read.
+        """
+        now = self._clock()
+        idle = [
+            entry
+            for entry in self._catalog
+            if entry.tier is not None
+            and now - entry.used_at > idle_ttl_s
+            and not self.stays(entry.key)
+            and not self.is_pending(entry)
+        ]
+        for entry in idle:
+            self.left_memory(entry, self._memory.leave(entry))
+        return len(idle)
+
+    def clear(self) -> None:
+        """Empty the memory, pins and holds too, whatever the accounts say: what to do when they are
+        wrong. What is durable stays known."""
+        self._memory.clear()
+        self._parked.clear()
+        self._copies.leaving.clear()
+        self._protected = None
+        for entry in self._catalog:
+            entry.capsule = entry.tier = None
+            entry.holds = 0
+        for entry in [e for e in self._catalog if not self._copies.is_durable(e)]:
+            self._lose(entry)
+
+    # -- the disk -----------------------------------------------------------------------------
+
+    def adopt(self, rows: Iterable[CapsuleRow]) -> int:
+        """At start-up: know what the disk holds, without reading it. Returns how many."""
+        return self._catalog.adopt(rows, self._unix_clock(), self._clock())
+
+    def note_disk(self) -> None:
+        """Hear what has left the disk and what arrived there. Cheap; before plans and in upkeep."""
+        for key in self._copies.take_lost():
+            entry = self._catalog.find(key)
+            if entry is not None:
+                entry.on_disk = entry.pinned_on_disk = False
+                if entry.tier is None:
+                    self._lose(entry)
+
+    # -- what others want to see --------------------------------------------------------------
+
+    def entries_in(self, namespace: str) -> list[CapsuleKey]:
+        keys = [entry.key for entry in self._catalog if entry.key.namespace == namespace]
+        return sorted(keys, key=lambda key: key.position)
+
+    def describe(self, key: CapsuleKey) -> CapsuleInfo:
+        """KeyError when absent."""
+        entry = self.entry(key)
+        tier = None if entry.tier is None else self._memory.tier(entry.tier)
+        return CapsuleInfo(
+            position=key.position,
+            tier=self.locate(key).tier,
+            nbytes=entry.nbytes,
+            exclusive_bytes=None if tier is None else tier.exclusive_bytes(key),
+            pinned=entry.pinned,
+            durable=self._copies.is_durable(entry),
+            used_at=self._unix_time(entry),
+        )
 
     def footprint(self) -> Footprint:
+        memory, disk = self._memory, self._copies.disk
+        tiers = {
+            tier.name: TierFootprint(tier.used_bytes, tier.budget_bytes, len(tier))
+            for tier in memory.tiers
+        }
+        if disk is not None:
+            count = sum(entry.on_disk for entry in self._catalog)
+            tiers[DISK] = TierFootprint(disk.used_bytes, disk.budget_bytes, count, disk.fault)
         return Footprint(
-            used_bytes=self._used_bytes,
+            used_bytes=sum(tier.used_bytes for tier in memory.tiers),
             budget_bytes=self.budget_bytes,
-            capsules=len(self._entries),
-            pinned=sum(entry.pinned for entry in self._entries.values()),
+            capsules=len(self._catalog),
+            pinned=sum(entry.pinned for entry in self._catalog),
             evicted=self._evicted,
             refused=self._refused,
+            demoted=memory.demoted + self._left_memory,
+            tiers=tiers,
         )
 
     def check(self) -> None:
-        """The counter equals the bytes of all live parts, counted afresh, and keeps the budget."""
-        parts: dict[int, int] = {}
-        for entry in self._entries.values():
-            parts.update((part.key, part.nbytes) for part in entry.capsule.parts)
-        fresh = sum(parts.values())
-        assert fresh == self._used_bytes, f"counter {self._used_bytes} bytes, parts {fresh}"
-        assert parts.keys() == self._references.keys(), "a part outlives its capsules"
-        assert self._used_bytes <= self.budget_bytes, (
-            f"{self._used_bytes} bytes kept, budget {self.budget_bytes}"
-        )
-        counted = sum(sum(counter.values()) for counter in self._positions.values())
-        assert counted == len(self._entries), "the index and the store disagree"
+        """Every account equals its bytes, counted afresh, and every capsule is where it is said to
+        be."""
+        entries = [*self._catalog, *self._parked.values()]
+        for tier in self._memory.tiers:
+            tier.check({e.key: e.capsule for e in entries if e.tier == tier.name and e.capsule})
+        for entry in entries:
+            assert (entry.capsule is None) == (entry.tier is None)
+            assert entry.tier is not None or entry.on_disk, "a capsule lies nowhere"
+            assert entry.tier is not None or not entry.holds, "a held capsule left the memory"
+            assert entry.capsule is None or _is_made_of(entry, entry.capsule)
+        assert all(entry.holds for entry in self._parked.values()), "a parked state nobody holds"
+        for key in self._copies.leaving:
+            assert key in self._catalog, "a capsule left the index, but not the memory"
+            assert not self.in_memory(key), "a capsule is in memory twice"
+        self._catalog.check()
 
-    # -- accounting ---------------------------------------------------------------------------
+    # -- what the memory tiers ask ------------------------------------------------------------
 
-    def _added_bytes(self, capsule: Capsule) -> int:
-        fresh = {p.key: p.nbytes for p in capsule.parts if p.key not in self._references}
-        return sum(fresh.values())
+    def entry(self, key: CapsuleKey) -> Entry:
+        """KeyError when absent."""
+        entry = self._catalog.find(key) or self._parked.get(key)
+        if entry is None:
+            raise KeyError(key)
+        return entry
 
-    def _staying(self) -> list[Capsule]:
-        """What no eviction takes."""
-        staying: list[Capsule] = []
-        for key, entry in self._entries.items():
-            if entry.pinned or key == self._protected:
-                staying.append(entry.capsule)
-        return staying
+    def stays(self, key: CapsuleKey) -> bool:
+        entry = self.entry(key)
+        return entry.pinned or entry.holds > 0 or key == self._protected
 
-    def _make_room(self, capsule: Capsule) -> str | None:
-        if self._used_bytes + self._added_bytes(capsule) <= self.budget_bytes:
-            return None
-        # Judge before the first eviction: a refusal must not have emptied the store for nothing.
-        needed = _bytes_of([capsule, *self._staying()])
-        if needed > self.budget_bytes:
-            return f"needs {needed} bytes beside the pins, the budget is {self.budget_bytes}"
-        while self._used_bytes + self._added_bytes(capsule) > self.budget_bytes:
-            evicted = self.evict_lru()
-            assert evicted is not None, "room was promised above"
-        return None
+    def is_pending(self, entry: Entry) -> bool:
+        return self._copies.is_pending(entry)
 
-    def _remove(self, key: CapsuleKey) -> None:
-        entry = self._entries.pop(key)
-        _count_down(self._positions, key)
-        for part in entry.capsule.parts:
-            count, nbytes = self._references[part.key]
-            if count > 1:
-                self._references[part.key] = (count - 1, nbytes)
-            else:
-                del self._references[part.key]
-                self._used_bytes -= nbytes
+    def left_memory(self, entry: Entry, capsule: Capsule) -> None:
+        """To the disk if it is there or on its way, else it is lost."""
+        if self._copies.is_durable(entry):
+            self._left_memory += 1
+        elif self._copies.is_pending(entry):
+            self._left_memory += 1
+            self._copies.leaving[entry.key] = capsule
+        else:
+            self._lose(entry)
+
+    # -- inside -------------------------------------------------------------------------------
+
+    def _come_back(self, entry: Entry, capsule: Capsule) -> Capsule:
+        """From disk, or on its way there, into memory if there is room; it need not be."""
+        if self._memory.enter(entry, capsule) is None:
+            self._copies.leaving.pop(entry.key, None)
+        return entry.capsule or capsule
+
+    def _may_enter(self, entry: Entry) -> bool:
+        """A pin that lies on disk comes into memory only where pins have room."""
+        last = self._memory.last
+        return not entry.pinned or self._memory.pins_with(entry, last) <= last.pin_budget_bytes
+
+    def _lose(self, entry: Entry) -> None:
+        self._copies.forget(entry)
         # A refused pin is not asked for again: see `Keeper.find_pin`.
-        self._remember(key, Loss.OVER_BUDGET if entry.pin_refused else Loss.EVICTED)
+        self._remove(entry, Loss.OVER_BUDGET if entry.pin_refused else Loss.EVICTED)
 
-    def _remember(self, key: CapsuleKey, loss: Loss) -> None:
-        self._forget_loss(key)
-        self._lost[key] = loss
-        self._lost_positions.setdefault(key.namespace, Counter())[key.position] += 1
-        while len(self._lost) > self._remembered:
-            self._forget_loss(next(iter(self._lost)))
+    def _remove(self, entry: Entry, loss: Loss | None) -> None:
+        if entry.tier is not None:
+            self._memory.leave(entry)
+        for child in self._catalog.remove(entry.key, loss):
+            self._memory.rebase(child)
+        self._evicted += loss is not None
 
-    def _forget_loss(self, key: CapsuleKey) -> None:
-        if self._lost.pop(key, None) is not None:
-            _count_down(self._lost_positions, key)
+    def _read(self, entry: Entry) -> tuple[Capsule, int]:
+        """The capsule, in the last memory tier, from parts there and on disk; and the bytes read.
+
+        Raises CapsuleLostError.
+        """
+        memory, last = self._memory, self._memory.last
+        # References, not names: the room that is made may be theirs.
+        living = {part.name: memory.living(part.name) for part in entry.parts}
+        if self._may_enter(entry) and memory.refusal(last, entry.parts) is None:
+            memory.make_room(last, entry.parts)  # so that both never exist together
+        try:
+            parts, read_bytes = self._copies.read(entry, living, last.name)
+            capsule = self._engine.unpack(entry.key.position, parts)
+        except PartLostError as error:
+            self._lose_part(error.name)
+            raise CapsuleLostError(str(error)) from error
+        except (CapsuleError, MemoryError, RuntimeError) as error:
+            if not isinstance(error, CapsuleError) and not out_of_memory(error):
+                raise
+            # Not to be planned for again and again: what can't be taken back is as good as lost.
+            log.warning("a capsule of %d tokens can't be read: %s", entry.key.position, error)
+            self._lose(entry)
+            raise CapsuleLostError(str(error)) from error
+        assert _is_made_of(entry, capsule), "unpacked parts are named as they were"
+        return capsule, read_bytes
+
+    def _lose_part(self, name: bytes) -> None:
+        """A file is gone or torn, and so is every capsule that needs it: it is in no memory tier,
+        or it would not have been read."""
+        self.note_disk()
+        for entry in [e for e in self._catalog if any(part.name == name for part in e.parts)]:
+            if entry.key not in self._copies.leaving:
+                self._lose(entry)
+
+    def _unix_time(self, entry: Entry) -> float:
+        return self._unix_clock() - (self._clock() - entry.used_at)
 
 
-def _bytes_of(capsules: Iterable[Capsule]) -> int:
-    """What these weigh together, a shared part once."""
-    parts = {part.key: part.nbytes for capsule in capsules for part in capsule.parts}
-    return sum(parts.values())
-
-
-def _count_down(index: dict[str, Counter[int]], key: CapsuleKey) -> None:
-    counter = index[key.namespace]
-    counter[key.position] -= 1
-    if counter[key.position] == 0:
-        del counter[key.position]
-        if not counter:
-            del index[key.namespace]
+def _is_made_of(entry: Entry, capsule: Capsule) -> bool:
+    return [part.name for part in entry.parts] == [part.name for part in capsule.parts]

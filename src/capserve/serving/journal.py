@@ -5,7 +5,9 @@ spans that say how the state absorbed them (exactness belongs to the segmentatio
 the same spans gives the same bits), and with marks that say which messages end where.
 
 Prefix comparison and prefix digests live here too, because all of them must stay array work:
-at 262,144 tokens a Python loop costs 100-200 ms and numpy 0.1-2 ms.
+at 262,144 tokens a Python loop costs 100-200 ms and numpy 0.1-2 ms. With hundreds of journals that
+share a long prefix even that is too much, so a journal remembers a digest of each of its first
+1024, 2048, ... tokens: two histories are then compared by a few digests and one block of tokens.
 """
 
 from __future__ import annotations
@@ -26,10 +28,15 @@ _FIRST_BLOCK = 1024
 """Tokens of the first comparison; most unrelated histories differ inside it."""
 
 
-def lcp(a: TokenArray, b: TokenArray) -> int:
-    """Length of the longest common prefix of two token arrays, in tokens."""
+BLOCK_TOKENS = 1024
+"""Between two digests that a journal remembers of itself."""
+
+
+def lcp(a: TokenArray, b: TokenArray, start: int = 0) -> int:
+    """Length of the longest common prefix of two token arrays, in tokens. The first `start` are
+    known to be equal."""
     limit = min(len(a), len(b))
-    start, block = 0, _FIRST_BLOCK
+    block = _FIRST_BLOCK
     while start < limit:
         end = min(limit, start + block)
         differs = a[start:end] != b[start:end]
@@ -51,6 +58,11 @@ def prefix_digests(tokens: TokenArray, positions: Sequence[int]) -> list[bytes]:
         done = position
         digests.append(fold.copy().digest())
     return digests
+
+
+def block_digests(tokens: TokenArray) -> list[bytes]:
+    """What `JournalView.blocks` would be if these were a journal's tokens."""
+    return prefix_digests(tokens, range(BLOCK_TOKENS, len(tokens) + 1, BLOCK_TOKENS))
 
 
 class SpanKind(StrEnum):
@@ -84,6 +96,23 @@ class JournalView:
     tokens: TokenArray
     chain: tuple[bytes, ...] = ()
     marks: tuple[TurnMark, ...] = ()
+    busy: bool = False
+    """A turn works on it, running or parked: others may branch from it, none may go on in it."""
+    blocks: Sequence[bytes] = ()
+    """Digest of the first BLOCK_TOKENS tokens, of the first two times as many, and so on; may end
+    early. They spare a comparison of tokens, and are never needed."""
+
+    def shares(self, tokens: TokenArray, blocks: Sequence[bytes]) -> int:
+        """Length of the longest common prefix with `tokens`, whose `block_digests` are `blocks`."""
+        # Equal digests of a prefix mean that all shorter ones are equal: the last one is searched.
+        low, high = 0, min(len(self.blocks), len(blocks))
+        while low < high:
+            middle = (low + high + 1) // 2
+            if self.blocks[middle - 1] == blocks[middle - 1]:
+                low = middle
+            else:
+                high = middle - 1
+        return lcp(self.tokens, tokens, low * BLOCK_TOKENS)
 
 
 class Journal:
@@ -98,6 +127,8 @@ class Journal:
         self.chain: tuple[bytes, ...] = ()
         """chain[i]: digest of the first i messages, as the last turn knew the conversation."""
         self._marks: list[TurnMark] = []
+        self._blocks: list[bytes] = []
+        self._fold = blake2b(digest_size=DIGEST_BYTES)
         covered = self._spans[-1].end if self._spans else 0
         assert covered == self._length, f"spans cover {covered} of {self._length} tokens"
 
@@ -110,6 +141,18 @@ class Journal:
         view = self._buffer[: self._length]
         view.flags.writeable = False
         return view
+
+    @property
+    def blocks(self) -> Sequence[bytes]:
+        """For `JournalView.blocks`. Reads what was appended since the last call."""
+        data = self._buffer.view(np.uint8).data
+        for start in range(len(self._blocks) * BLOCK_TOKENS, self._length, BLOCK_TOKENS):
+            end = start + BLOCK_TOKENS
+            if end > self._length:
+                break
+            self._fold.update(data[start * 4 : end * 4])
+            self._blocks.append(self._fold.copy().digest())
+        return self._blocks
 
     @property
     def spans(self) -> tuple[Span, ...]:
@@ -147,6 +190,9 @@ class Journal:
             # A view handed out before must not see the next token: it may still be compared.
             self._buffer = self._buffer.copy()
             self._length = position
+            if len(self._blocks) * BLOCK_TOKENS > position:
+                # A new list, since views have the old one.
+                self._blocks, self._fold = [], blake2b(digest_size=DIGEST_BYTES)
         self._spans = clip(self._spans if spans is None else spans, position)
 
     def mark(self, position: int, messages: int) -> None:

@@ -49,6 +49,13 @@ class TurnMetrics:
     output_tokens: int = 0
     pin: str | None = None
     """`pinned` or `refused: ...` when the request asked for a pin."""
+    session_id: str | None = None
+    restored_from: str | None = None
+    """The tier that the state came from; None for the hot state, and for a rebuild."""
+    parked_ms: float = 0.0
+    """Time that the turn made way for others after it had begun."""
+    parks: int = 0
+    """How many times it did."""
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -170,6 +177,8 @@ class _Series:
             elapsed_ms = getattr(turn, f"{phase}_ms")
             if elapsed_ms is not None:
                 self.phases.labels(phase).observe(elapsed_ms / 1e3)
+        if turn.parks:  # only then: most turns never are, and zeros would hide how long it takes
+            self.phases.labels("parked").observe(turn.parked_ms / 1e3)
 
 
 def line(turn: TurnMetrics) -> str:
@@ -183,6 +192,12 @@ def line(turn: TurnMetrics) -> str:
     )
     if turn.miss_reason is not None:
         text += f" miss {turn.miss_reason}"
+    if turn.restored_from is not None:
+        text += f" from {turn.restored_from}"
+    if turn.parks:
+        text += f" parked {turn.parks}x {turn.parked_ms:.0f} ms"
+    if turn.session_id is not None:
+        text += f" session {turn.session_id}"
     if turn.pin is not None:
         text += f" pin {turn.pin}"
     return text

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from capserve.engine.seam import TokenArray
-from capserve.serving.capsules import Loss
-from capserve.serving.journal import JournalView, lcp
+from capserve.serving.catalog import Loss
+from capserve.serving.journal import JournalView
 from capserve.text.prompt import Prompt
 
 OWNER_SEPARATOR = "/"
@@ -68,6 +68,8 @@ class Known:
     """The longest remembered loss that starts the prompt: position and why."""
     off_grid: Sequence[int]
     """Positions of matching states that exact mode refused."""
+    blocks: Sequence[bytes]
+    """`block_digests` of the prompt."""
 
 
 def explain(known: Known) -> MissReason | None:
@@ -107,7 +109,7 @@ def _common_elsewhere(known: Known) -> int:
     tokens: TokenArray = known.prompt.tokens
     return max(
         (
-            lcp(journal.tokens, tokens)
+            journal.shares(tokens, known.blocks)
             for journal in known.journals
             if journal.namespace != known.namespace
             and owner_of(journal.namespace) == owner

@@ -1,6 +1,8 @@
-"""How fast are prefill and restore on this machine, as measured so far?"""
+"""How fast are prefill, decode and restore on this machine, as measured so far?"""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from capserve.serving.prefix import Rates
 
@@ -9,7 +11,8 @@ MIN_SAMPLE_TOKENS = 64
 
 
 class RateMeter:
-    """Moving averages of the two costs that a plan weighs. The worker thread alone feeds it."""
+    """Moving averages of the costs that a plan and a schedule weigh. The worker thread alone feeds
+    it."""
 
     def __init__(self, first_guess: Rates | None = None, weight: float = 0.2) -> None:
         """`weight` in [0, 1): how much one measurement moves an average; 0 keeps the guess."""
@@ -23,17 +26,21 @@ class RateMeter:
 
     def saw_prefill(self, tokens: int, elapsed_ms: float) -> None:
         if tokens >= MIN_SAMPLE_TOKENS:
-            self._rates = Rates(
-                self._moved(self._rates.prefill_ms_per_token, elapsed_ms / tokens),
-                self._rates.restore_ms_per_byte,
-            )
+            moved = self._moved(self._rates.prefill_ms_per_token, elapsed_ms / tokens)
+            self._rates = replace(self._rates, prefill_ms_per_token=moved)
 
-    def saw_restore(self, nbytes: int, elapsed_ms: float) -> None:
+    def saw_decode(self, tokens: int, elapsed_ms: float) -> None:
+        """One step, which decided so many tokens."""
+        if tokens > 0:
+            moved = self._moved(self._rates.decode_ms_per_token, elapsed_ms / tokens)
+            self._rates = replace(self._rates, decode_ms_per_token=moved)
+
+    def saw_restore(self, tier: str, nbytes: int, elapsed_ms: float) -> None:
+        """A state came from `tier`: `nbytes` were moved, or read from disk, until it was live."""
         if nbytes > 0:  # a restore that moved nothing says nothing about bytes
-            self._rates = Rates(
-                self._rates.prefill_ms_per_token,
-                self._moved(self._rates.restore_ms_per_byte, elapsed_ms / nbytes),
-            )
+            moved = self._moved(self._rates.restore_rate(tier), elapsed_ms / nbytes)
+            per_tier = {**self._rates.restore_ms_per_byte, tier: moved}
+            self._rates = replace(self._rates, restore_ms_per_byte=per_tier)
 
     def _moved(self, average: float, sample: float) -> float:
         return average + self._weight * (sample - average)

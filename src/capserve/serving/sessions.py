@@ -1,11 +1,12 @@
 """Which conversations are alive, and whose state is hot?
 
-A session is a journal with the name of its newest capsule. Nobody has to name one: a turn continues
-the session whose journal its prompt continues, and a divergence starts a new session beside the old
-one, so that no older boundary is lost. Capsules outlive the sessions that made them: they are found
-by content, and leave the store by its own rules. The hot mark says that the live state is this
-session's, up to a position; only a clean exit sets it, and it is cleared before anything touches
-the engine (P3).
+A session is a journal with the name of its newest capsule, and what its client has seen of it.
+Nobody has to name one: a turn continues the session whose journal its prompt continues, and a
+divergence starts a new session beside the old one, so that no older boundary is lost. Capsules
+outlive the sessions that made them: they are found by content, and leave the store by its own
+rules. The hot mark says that the live state is this session's, up to a position; only a clean exit
+sets it, and it is cleared before anything touches the engine (P3). A session is busy while a turn
+works on it, running or parked: nobody else goes on from it, and it never expires.
 
 One thread uses a registry.
 """
@@ -13,13 +14,15 @@ One thread uses a registry.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from uuid import uuid4
 
-from capserve.serving.capsules import CapsuleKey
 from capserve.serving.journal import Journal, JournalView
 from capserve.serving.prefix import HotView
+from capserve.serving.rows import CapsuleKey, TurnEnd
+from capserve.text.messages import Conversation
+from capserve.text.prompt import TurnRecord
 
 
 @dataclass(eq=False)
@@ -31,10 +34,29 @@ class Session:
     """`time.monotonic()` seconds."""
     newest: CapsuleKey | None = None
     """The capsule of its journal that was made or taken up last."""
+    parent_id: str | None = None
+    """The session that it branched from, which may be gone."""
+    busy: bool = False
+    """A turn works on it, running or parked."""
+    conversation: Conversation | None = None
+    """What its client has seen: the messages that its last finished turn was asked with, and the
+    reply. None before the first one."""
+    record: TurnRecord | None = None
+    """The newest turn whose tokens can be taken over; it starts `conversation`."""
+    turns: list[TurnEnd] = field(default_factory=list)
+    """Its finished turns, in ascending order."""
 
     def view(self) -> JournalView:
         journal = self.journal
-        return JournalView(self.id, self.namespace, journal.tokens, journal.chain, journal.marks)
+        return JournalView(
+            self.id,
+            self.namespace,
+            journal.tokens,
+            journal.chain,
+            journal.marks,
+            self.busy,
+            journal.blocks,
+        )
 
 
 class SessionRegistry:
@@ -44,12 +66,26 @@ class SessionRegistry:
         self.idle_ttl_s = idle_ttl_s
         self._sessions: OrderedDict[str, Session] = OrderedDict()  # least recently used first
         self._hot: tuple[Session, int] | None = None
+        self._gone: Callable[[str], None] = lambda session_id: None
+
+    def watch_ends(self, gone: Callable[[str], None]) -> None:
+        """`gone(session_id)` is called for each session that leaves, for whatever reason."""
+        self._gone = gone
 
     def __len__(self) -> int:
         return len(self._sessions)
 
     def get(self, session_id: str) -> Session:
+        """Raises KeyError for one that is not alive."""
         return self._sessions[session_id]
+
+    def named(self, session_id: str) -> Session | None:
+        """The session that somebody from outside names; None when it is not alive."""
+        return self._sessions.get(session_id)
+
+    def all(self) -> list[Session]:
+        """The most recently used last."""
+        return list(self._sessions.values())
 
     def views(self) -> list[JournalView]:
         """All journals, the most recently used last."""
@@ -57,8 +93,13 @@ class SessionRegistry:
 
     def create(self, namespace: str, journal: Journal, now: float) -> Session:
         session = Session(uuid4().hex, namespace, journal, now)
-        self._sessions[session.id] = session
+        self.add(session)
         return session
+
+    def add(self, session: Session) -> None:
+        """Take in one that lived before, as the most recently used."""
+        assert session.id not in self._sessions, f"session {session.id} is alive"
+        self._sessions[session.id] = session
 
     def touch(self, session: Session, now: float) -> None:
         session.last_used_at = now
@@ -87,17 +128,25 @@ class SessionRegistry:
 
     # -- the end of sessions ------------------------------------------------------------------
 
+    def drop(self, session: Session) -> None:
+        """Forget a session that nobody works on; its capsules stay."""
+        assert not session.busy, f"a turn works on session {session.id}"
+        self._drop([session])
+
     def expire(self, now: float) -> None:
         """Drop sessions idle for longer than the TTL."""
-        self._drop([s for s in self._sessions.values() if now - s.last_used_at > self.idle_ttl_s])
+        self._drop(s for s in self.all() if not s.busy and now - s.last_used_at > self.idle_ttl_s)
 
     def trim(self) -> None:
-        """Drop the least recently used beyond `max_active`."""
+        """Drop the least recently used beyond `max_active`; the busy ones stay, and count."""
         surplus = max(0, len(self._sessions) - self.max_active)
-        self._drop(list(self._sessions.values())[:surplus])
+        # The newest is the one that room is made for; it is not busy yet.
+        idle = [session for session in self.all()[:-1] if not session.busy]
+        self._drop(idle[:surplus])
 
     def _drop(self, sessions: Iterable[Session]) -> None:
         for session in sessions:
             del self._sessions[session.id]
             if self.hot is session:
                 self.clear_hot()
+            self._gone(session.id)

@@ -28,6 +28,9 @@ class Tally:
     draft_steps: int = 0
     draft_step_tokens: int = 0
     pin: str | None = None
+    session_id: str | None = None
+    parked_ms: float = 0.0
+    parks: int = 0
 
     def freeze(self, request_id: str, life: Lifecycle, graph_capture_count: int) -> TurnMetrics:
         """The record of the turn, which must be in a terminal state."""
@@ -63,4 +66,8 @@ class Tally:
             new_prefill_tokens=self.new_prefill_tokens,
             output_tokens=self.output_tokens,
             pin=self.pin,
+            session_id=self.session_id,
+            restored_from=None if plan is None else plan.tier,
+            parked_ms=self.parked_ms,
+            parks=self.parks,
         )

@@ -77,6 +77,8 @@ class TurnRequest:
     output: OutputSpec
     pin: int | bool = False
     """`flashrt_pin_prefix`: True pins the end of the prompt, a number that many tokens of it."""
+    session_id: str | None = None
+    """The session that goes on, whatever its journal holds; None: the one whose journal it is."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,170 +1,111 @@
-"""How does one turn run on the engine, from its plan to its last committed token?
+"""How does one turn run on the engine, unit by unit, from its plan to its last committed token?
 
-Plan, take up a state, prefill chunk by chunk, then step. Cancellation is looked at between chunks
-and at accept boundaries. In the step loop the order is always the same: first the truth (the
-journal), then its reading (the output machine), then the news (the sink).
+Plan and take up a state, prefill chunk by chunk, then step. `advance` does one of these and comes
+back, so that between two units the worker can look at everything else. There a turn can also be
+parked: its state becomes a capsule, another turn has the engine, and `resume` goes on with the very
+token that would have come. Cancellation is looked at before every unit.
 
-A run returns how the turn ended, or raises; it never delivers the terminal event itself.
+A run says how the turn ended, or raises; it never delivers the terminal event itself.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from capserve.engine.seam import Chunk, Engine, TokenArray
-from capserve.serving.journal import SpanKind
-from capserve.serving.keeper import Keeper
-from capserve.serving.lifecycle import FinishReason, Lifecycle, TurnState
-from capserve.serving.limits import Limits
-from capserve.serving.prefix import AutoPrefixPolicy, CapsuleIndex
-from capserve.serving.rates import RateMeter
-from capserve.serving.sessions import Session, SessionRegistry
-from capserve.serving.tally import Tally
-from capserve.serving.transcripts import Transcripts
-from capserve.serving.turn import Delta, ToolCallDelta, WorkItem
+from capserve.engine.seam import TokenArray
+from capserve.errors import NotFoundError
+from capserve.serving.bench import Bench, Cancelled, Done, Ending, Turn
+from capserve.serving.capsules import CapsuleLostError
+from capserve.serving.decode_run import DecodeRun, since_ms
+from capserve.serving.journal import SpanKind, lcp
+from capserve.serving.lifecycle import TurnState
+from capserve.serving.prefix import PrefixPlan
+from capserve.serving.rows import CapsuleKey, TurnEnd
+from capserve.serving.sessions import Session
 from capserve.text.messages import Conversation, Message
-from capserve.text.output import OutputSpec
 from capserve.text.prompt import Prompt, TurnRecord
 
 
-class ReplyCall(Protocol):
-    """A complete tool call as the text layer parsed it."""
-
-    @property
-    def index(self) -> int: ...
-    @property
-    def id(self) -> str: ...
-    @property
-    def name(self) -> str: ...
-    @property
-    def arguments(self) -> str: ...
-
-
-class ReplyDelta(Protocol):
-    @property
-    def content(self) -> str: ...
-    @property
-    def reasoning(self) -> str: ...
-    @property
-    def calls(self) -> Sequence[ReplyCall]: ...
-
-
-class OutputMachine(Protocol):
-    """Committed tokens in, parts of the reply out: `capserve.text.output.TurnOutput`."""
-
-    def feed(self, tokens: Sequence[int], /) -> ReplyDelta: ...
-    def finish(self) -> ReplyDelta: ...
-    def message(self) -> Message: ...
-    @property
-    def stopped(self) -> bool:
-        """Nothing more is read: a stop string matched, or all calls are there and more came."""
-        ...
-
-    @property
-    def calls_are_full(self) -> bool: ...
-    @property
-    def reasoning_tokens(self) -> int: ...
-
-
-class MakeOutput(Protocol):
-    def __call__(self, spec: OutputSpec, /) -> OutputMachine: ...
-
-
-class Records(Protocol):
-    """Finished turns as records and as digests: `capserve.text.prompt.PromptBuilder`."""
-
-    def make_record(
-        self, prompt: Prompt, reply: Message, tokens: TokenArray, /
-    ) -> TurnRecord | None: ...
-    def chain(self, conversation: Conversation, /) -> tuple[bytes, ...]: ...
-
-
-class SinkError(Exception):
-    """The sink itself failed: this turn has nobody to deliver to, the engine is fine."""
-
-
-@dataclass(frozen=True)
-class Done:
-    """The turn came to its own end; `clean` when the state is what the client has seen."""
-
-    reason: FinishReason
-    message: Message
-    reasoning_tokens: int
-    output: tuple[int, ...]
-    clean: bool
-    at_end_token: bool
-
-
-@dataclass(frozen=True)
-class Cancelled:
-    pass
-
-
-Ending = Done | Cancelled
-
-
-@dataclass(eq=False)
-class Turn:
-    """A work item on its way; equality is identity, so that a queue can find it."""
-
-    item: WorkItem
-    life: Lifecycle
-    tally: Tally
-
-
-@dataclass(frozen=True)
-class Bench:
-    """What every run works with; all of it belongs to the worker thread."""
-
-    engine: Engine
-    limits: Limits
-    policy: AutoPrefixPolicy
-    index: CapsuleIndex
-    sessions: SessionRegistry
-    keeper: Keeper
-    transcripts: Transcripts
-    meter: RateMeter
-    make_output: MakeOutput
-    records: Records
+@dataclass(frozen=True, slots=True)
+class _Parked:
+    since: float
+    """`time.monotonic()`."""
+    key: CapsuleKey | None
+    """None when no state had been taken up yet."""
 
 
 class TurnRun:
-    """One use: `run` once."""
+    """One use: `advance` until it says how the turn ended, then `close`, which is due whatever
+    happens in between."""
 
     def __init__(self, turn: Turn, bench: Bench) -> None:
-        self._turn = turn
+        self.turn = turn
         self._bench = bench
         self._request = turn.item.request
         self._prompt = turn.item.request.prompt
         self._tally = turn.tally
         self._pin: int | None = None
         """Where a requested pin lies; None when none was asked for, or none is possible."""
+        self.session: Session | None = None
+        """The session that it works on, and keeps busy, once a state is taken up."""
+        self._start = 0
+        """Tokens that were taken up."""
+        self._ahead: list[int] = []
+        """Boundaries to be kept on the way through the prompt, ascending."""
+        self._decode: DecodeRun | None = None
+        self._parked: _Parked | None = None
 
-    def run(self) -> Ending:
-        """Raises `SinkError`, or what the engine or the text layer raised."""
-        self._turn.life.to(TurnState.PREFILL)
-        if self._cancelled:
-            return Cancelled()
-        session = self._take_up()
-        ending = self._prefill(session) or self._decode(session)
-        session.journal.assert_in_step(self._bench.engine.position)
-        if isinstance(ending, Done) and ending.clean:
-            self._commit(session, ending)
-        return ending
+    # -- where it is -------------------------------------------------------------------------
 
     @property
-    def _cancelled(self) -> bool:
-        return self._turn.item.cancel.cancelled
+    def prefill_left_tokens(self) -> int | None:
+        """Tokens of the prompt that are still to be read; None before a state is taken up."""
+        if self.session is None:
+            return None
+        return max(0, len(self._prompt.tokens) - len(self.session.journal))
 
-    # -- from the plan to the end of the prompt ----------------------------------------------
+    @property
+    def session_id(self) -> str | None:
+        """Of the session that it works on, or is to work on if the request says so."""
+        return self._request.session_id if self.session is None else self.session.id
 
-    def _take_up(self) -> Session:
+    @property
+    def said_tokens(self) -> int:
+        """Tokens of the reply so far."""
+        return 0 if self._decode is None else self._decode.said
+
+    @property
+    def cancelled(self) -> bool:
+        return self.turn.item.cancel.cancelled
+
+    # -- one unit of work --------------------------------------------------------------------
+
+    def advance(self) -> Ending | None:
+        """Plan and take up, or prefill one chunk, or step once. None when there is more to do.
+
+        Raises `SinkError`, NotFoundError for a session that is not there, or what the engine or
+        the text layer raised. An error leaves the engine's state to nobody.
+        """
+        assert self._parked is None, "a parked turn is resumed first"
+        if self.turn.life.state is TurnState.QUEUED:
+            self.turn.life.to(TurnState.PREFILL)
+        if self.cancelled:
+            self._keep_what_was_done()
+            return Cancelled()
+        if self.session is None:
+            self._take_up()
+        elif self._decode is not None or not self.prefill_left_tokens:
+            return self._step(self.session)
+        else:
+            self._read_chunk(self.session)
+        return None
+
+    def _take_up(self) -> None:
         bench, prompt, namespace = self._bench, self._prompt, self._request.namespace
+        named = self._named()
         self._pin = bench.policy.pin_position(prompt, self._request.pin)
         at_most = None
         if self._pin == 0:
@@ -175,44 +116,65 @@ class TurnRun:
             if self._tally.pin is None:
                 # A state beyond the pin can't be cut back to it: pass the pin on the way.
                 at_most = self._pin - 1
-        hot = bench.sessions.hot_view(bench.engine.limits.grid)
-        rates = bench.meter.rates
-        views = bench.sessions.views()
-        plan = bench.policy.plan(prompt, namespace, hot, views, bench.index, rates, at_most)
+        lost: CapsuleKey | None = None
+        while True:
+            plan = plan_for(prompt, namespace, bench, at_most)
+            assert plan.capsule is None or plan.capsule != lost, "a lost capsule is still listed"
+            known_id = plan.session_id or plan.parent_id
+            source = named or (None if known_id is None else bench.sessions.named(known_id))
+            turns = [] if source is None else _turns_shared(source, prompt)
+            started = time.monotonic()
+            try:
+                session, moved_bytes = bench.keeper.take_up(plan, namespace, prompt, named)
+                break
+            except CapsuleLostError:
+                lost = plan.capsule
         self._tally.plan = plan
-        started = time.monotonic()
-        session, moved_bytes = bench.keeper.take_up(plan, namespace, prompt)
-        self._tally.restore_ms = _since_ms(started)
-        bench.meter.saw_restore(moved_bytes, self._tally.restore_ms)
+        self._tally.restore_ms = since_ms(started)
+        if plan.tier is not None:
+            bench.meter.saw_restore(plan.tier, moved_bytes, self._tally.restore_ms)
+        if source is not None and source is not session:
+            session.parent_id = source.id
+        session.turns = turns
+        session.busy = True
+        self.session = session
+        self._tally.session_id = session.id
+        self._start = plan.position
+        self._ahead = list(bench.policy.boundaries(prompt, plan.position, self._pin))
+        if not self.prefill_left_tokens:
+            self._prompt_is_read(session)
+
+    def _named(self) -> Session | None:
+        """The session that the request names. A session of another namespace is not there."""
+        name = self._request.session_id
+        if name is None:
+            return None
+        session = self._bench.sessions.named(name)
+        if session is None or session.namespace != self._request.namespace:
+            raise NotFoundError(f"session_id: there is no session {name!r}.", param="session_id")
+        assert not session.busy, "turns that name one session run one after the other"
         return session
 
-    def _prefill(self, session: Session) -> Cancelled | None:
-        bench, tokens = self._bench, self._prompt.tokens
-        engine, journal = bench.engine, session.journal
-        start = position = engine.position
-        ahead = list(bench.policy.boundaries(self._prompt, start, self._pin))
-        while position < len(tokens):
-            if self._cancelled:
-                self._keep_finished_chunks(session, start)
-                return Cancelled()
-            end = engine.limits.chunk_end(position, ahead[0] if ahead else len(tokens))
-            began = time.monotonic()
-            engine.extend(tokens[position:end])
-            elapsed_ms = _since_ms(began)
-            journal.append(tokens[position:end], SpanKind.PREFILL)
-            self._tally.prefill_ms += elapsed_ms
-            self._tally.new_prefill_tokens += end - position
-            bench.meter.saw_prefill(end - position, elapsed_ms)
-            position = end
-            if ahead and position == ahead[0]:
-                ahead.pop(0)
-                self._keep_boundary(session, position)
-        if self._cancelled:
-            self._keep_finished_chunks(session, start)
-            return Cancelled()
+    def _read_chunk(self, session: Session) -> None:
+        bench, tokens, position = self._bench, self._prompt.tokens, len(session.journal)
+        limit = self._ahead[0] if self._ahead else len(tokens)
+        end = bench.engine.limits.chunk_end(position, limit)
+        began = time.monotonic()
+        bench.engine.extend(tokens[position:end])
+        elapsed_ms = since_ms(began)
+        session.journal.append(tokens[position:end], SpanKind.PREFILL)
+        self._tally.prefill_ms += elapsed_ms
+        self._tally.new_prefill_tokens += end - position
+        bench.meter.saw_prefill(end - position, elapsed_ms)
+        if self._ahead and end == self._ahead[0]:
+            self._ahead.pop(0)
+            self._keep_boundary(session, end)
+        if end == len(tokens):
+            self._prompt_is_read(session)
+
+    def _prompt_is_read(self, session: Session) -> None:
         # Only a prompt that was absorbed whole says where its messages end.
-        journal.mark(self._prompt.prompt_end, len(self._prompt.chain) - 1)
-        return None
+        session.journal.mark(self._prompt.prompt_end, len(self._prompt.chain) - 1)
 
     def _keep_boundary(self, session: Session, position: int) -> None:
         pin = position == self._pin
@@ -220,96 +182,99 @@ class TurnRun:
         if pin:
             self._tally.pin = "pinned" if refusal is None else f"refused: {refusal}"
 
-    def _keep_finished_chunks(self, session: Session, start: int) -> None:
-        """An impatient client's retry resumes here instead of reading all of it again."""
-        bench, position = self._bench, self._bench.engine.position
+    def _step(self, session: Session) -> Done | None:
+        if self._decode is None:
+            self._decode = DecodeRun(self.turn, session, self._bench)
+        done = self._decode.step()
+        if done is not None:
+            session.journal.assert_in_step(self._bench.engine.position)
+            self._commit(session, done)
+        return done
+
+    # -- making way --------------------------------------------------------------------------
+
+    def park(self) -> bool:
+        """Leave the engine to another turn, until `resume`. False: there is no room; go on."""
+        assert self._parked is None, "parked twice"
+        key = None
+        if self.session is not None:
+            key = self._bench.keeper.park(self.session)
+            if key is None:
+                return False
+        self._parked = _Parked(time.monotonic(), key)
+        self._tally.parks += 1
+        return True
+
+    def resume(self) -> None:
+        """Take the engine again, exactly where it was left."""
+        parked = self._parked
+        assert parked is not None, "only a parked turn is resumed"
+        if self.session is not None and parked.key is not None:
+            self._bench.keeper.unpark(self.session, parked.key)
+        self._parked = None  # not before: until the state is back, `close` has a hold to release
+        self._tally.parked_ms += since_ms(parked.since)
+        if self._decode is not None:
+            self._decode.begin()
+
+    def close(self) -> None:
+        """The turn is over, however: nothing is held for it any more."""
+        parked, self._parked = self._parked, None
+        if parked is not None:
+            self._tally.parked_ms += since_ms(parked.since)
+            if self.session is not None and parked.key is not None:
+                keep = self._is_worth_keeping(self.session, parked.key.position)
+                self._bench.keeper.release(parked.key, keep=keep)
+        if self.session is not None:
+            self.session.busy = False
+
+    # -- its end -----------------------------------------------------------------------------
+
+    def _keep_what_was_done(self) -> None:
+        """An impatient client's retry resumes here instead of reading all of it again.
+
+        After a cancelled decode too: who goes on from the part that was heard finds its state.
+        Either way it is found by its tokens alone; the session is not hot.
+        """
+        if self.session is None:
+            return
+        position = self._bench.engine.position
+        self.session.journal.assert_in_step(position)
+        if self._is_worth_keeping(self.session, position):
+            self._bench.keeper.keep(self.session)
+
+    def _is_worth_keeping(self, session: Session, position: int) -> bool:
+        bench = self._bench
         exact = session.journal.bit_exact(position, bench.engine.limits.grid)
-        if position > start and bench.policy.on_commit(position, bit_exact=exact):
-            bench.keeper.keep(session)
-
-    # -- from the first token to the last ----------------------------------------------------
-
-    def _decode(self, session: Session) -> Ending:
-        bench, request, life = self._bench, self._request, self._turn.life
-        engine, tally = bench.engine, self._tally
-        most = min(
-            request.max_output_tokens,
-            bench.limits.max_output_tokens,
-            engine.limits.max_positions - len(self._prompt.tokens),
+        said = None if self._decode is None else self.said_tokens
+        return position > self._start and bench.policy.on_commit(
+            position, bit_exact=exact, cancelled_after=said
         )
-        machine = bench.make_output(request.output)
-        output: list[int] = []
-        one_by_one = bool(request.output.stop) or request.output.max_calls is not None
-        life.to(TurnState.DECODE)
-        began = time.monotonic()
-        engine.begin(request.sampling, self._prompt.tokens)
-        while not self._cancelled:
-            room = most - len(output)
-            chunk = engine.step(room)
-            assert len(chunk.tokens) <= room, f"{len(chunk.tokens)} tokens, {room} were asked for"
-            session.journal.append(chunk.tokens, SpanKind.DECODE)
-            life.first_token()
-            tally.drafted += chunk.drafted
-            tally.accepted += chunk.accepted
-            if chunk.drafted:
-                tally.draft_steps += 1
-                tally.draft_step_tokens += len(chunk.tokens)
-            delta = _read(chunk, machine, one_by_one)
-            output += delta.tokens
-            tally.output_tokens = len(output)
-            tally.decode_ms = _since_ms(began)
-            self._deliver(delta)
-            at_end_token = chunk.stop is not None and not machine.stopped
-            if machine.stopped or at_end_token:
-                reason = FinishReason.STOP
-            elif len(output) >= most or self._out_of_time():
-                reason = FinishReason.LENGTH
-            else:
-                continue
-            return self._finish(machine, reason, tuple(output), at_end_token)
-        return Cancelled()
-
-    def _finish(
-        self,
-        machine: OutputMachine,
-        reason: FinishReason,
-        output: tuple[int, ...],
-        at_end_token: bool,
-    ) -> Done:
-        last = _delta(machine.finish())
-        if last != Delta():
-            self._deliver(last)
-        # A stop string was matched, perhaps in what was held back until now: the state holds what
-        # the client will never see (P3).
-        clean = not machine.stopped
-        if machine.stopped:
-            reason, at_end_token = FinishReason.STOP, False
-        message = machine.message()
-        if message.tool_calls and (at_end_token or (machine.stopped and machine.calls_are_full)):
-            reason = FinishReason.TOOL_CALLS
-        return Done(reason, message, machine.reasoning_tokens, output, clean, at_end_token)
-
-    def _out_of_time(self) -> bool:
-        most_ms = self._bench.limits.max_decode_ms
-        return most_ms is not None and self._tally.decode_ms >= most_ms
-
-    def _deliver(self, delta: Delta) -> None:
-        try:
-            self._turn.item.sink.deliver(delta)
-        except Exception as error:
-            raise SinkError(repr(error)) from error
-
-    # -- a clean end -------------------------------------------------------------------------
 
     def _commit(self, session: Session, done: Done) -> None:
         """Before the terminal event: the client may send its next turn the moment it sees it."""
-        bench, position = self._bench, self._bench.engine.position
-        exact = session.journal.bit_exact(position, bench.engine.limits.grid)
-        if bench.policy.on_commit(position, bit_exact=exact):
-            bench.keeper.keep(session)
-        if done.at_end_token:
-            self._publish(session, done)
-        bench.sessions.mark_hot(session, position)
+        bench, asked = self._bench, self._prompt.conversation
+        position = bench.engine.position
+        messages = _with_reply(self._prompt, done.message)
+        session.conversation = Conversation(messages, asked.tools, asked.template_kwargs)
+        session.turns.append(TurnEnd(position, len(messages)))
+        if self._prompt.continues_reply:
+            # The message that was continued is another one now, for records too.
+            session.record = None
+            session.journal.chain = bench.records.chain(session.conversation)
+        elif not self._took_over(session.record):
+            session.record = None
+        if done.clean:
+            exact = session.journal.bit_exact(position, bench.engine.limits.grid)
+            if bench.policy.on_commit(position, bit_exact=exact):
+                bench.keeper.keep(session)
+            if done.at_end_token:
+                self._publish(session, done)
+            bench.sessions.mark_hot(session, position)
+        bench.archive.session_changed(session)
+
+    def _took_over(self, record: TurnRecord | None) -> bool:
+        """Does the conversation still start with that record's messages?"""
+        return record is not None and self._prompt.spliced_messages == len(record.messages)
 
     def _publish(self, session: Session, done: Done) -> None:
         bench, prompt = self._bench, self._prompt
@@ -323,35 +288,34 @@ class TurnRun:
         )
         known = prompt.spliced_messages
         supersedes = prompt.chain[known] if known else None
-        bench.transcripts.publish(self._request.namespace, chain[-1], record, supersedes)
+        bench.archive.turn_ended(self._request.namespace, chain[-1], record, supersedes)
         session.journal.chain = chain
+        session.record = record
 
 
-def _read(chunk: Chunk, machine: OutputMachine, one_by_one: bool) -> Delta:
-    """Read `chunk` as far as the turn goes: to its end, or to the token that stopped the reply.
-
-    Where something may stop it, the tokens are read one by one, so that where the reply ends, and
-    how many tokens it counts, does not depend on how many drafts a step happened to accept.
-    """
-    tokens = chunk.tokens
-    pieces = [(token,) for token in tokens] if one_by_one else [tokens]
-    content, reasoning, count = "", "", 0
-    calls: tuple[ToolCallDelta, ...] = ()
-    for piece in pieces:
-        part = _delta(machine.feed(piece))
-        content += part.content
-        reasoning += part.reasoning
-        calls += part.tool_calls
-        count += len(piece)
-        if machine.stopped:
-            break
-    return Delta(content, reasoning, calls, tokens[:count], chunk.logprobs[:count])
+def _with_reply(prompt: Prompt, reply: Message) -> tuple[Message, ...]:
+    """What the client has seen: a reply that was continued is one message."""
+    asked = prompt.conversation.messages
+    if not prompt.continues_reply:
+        return (*asked, reply)
+    begun = asked[-1]
+    reasoning = reply.reasoning if begun.reasoning is None else begun.reasoning
+    whole = replace(reply, content=begun.content + reply.content, reasoning=reasoning)
+    return (*asked[:-1], whole)
 
 
-def _delta(part: ReplyDelta) -> Delta:
-    calls = tuple(ToolCallDelta(c.index, c.id, c.name, c.arguments) for c in part.calls)
-    return Delta(part.content, part.reasoning, calls)
+def plan_for(
+    prompt: Prompt, namespace: str, bench: Bench, at_most: int | None = None
+) -> PrefixPlan:
+    """How a turn with this prompt would start now. Changes nothing."""
+    sessions = bench.sessions
+    hot = sessions.hot_view(bench.engine.limits.grid)
+    rates = bench.meter.rates
+    return bench.policy.plan(prompt, namespace, hot, sessions.views(), bench.index, rates, at_most)
 
 
-def _since_ms(started: float) -> float:
-    return (time.monotonic() - started) * 1e3
+def _turns_shared(session: Session, prompt: Prompt) -> list[TurnEnd]:
+    """Its finished turns that the prompt goes on from: a divergence leaves the later ones."""
+    tokens: TokenArray = session.journal.tokens
+    shared = lcp(tokens, prompt.tokens)
+    return [turn for turn in session.turns if turn.position <= shared]

@@ -1,16 +1,19 @@
 """Who runs next, and how does every turn come to its one end?
 
-One thread owns the engine, the sessions and the store. `submit` and a `CancelToken` are the two
-ways in; frozen events through a sink are the way out. Turns run one after the other, first come
-first served.
+One thread owns the engine, the sessions and the store. `submit`, `order` and a `CancelToken` are
+the ways in; frozen events through a sink, and futures, are the ways out. The thread works unit by
+unit (a plan, a chunk, a step); between two units it looks at all else: orders, upkeep, turns that
+were cancelled while parked, and whether the running turn makes way (`serving/schedule.py`).
 
   W1  A submitted turn gets exactly one terminal event: whatever raises, and whoever gives up.
       A submit that raises delivers nothing; the exception is the answer.
-  W2  A cancelled turn that waits leaves the queue in the cancelling thread, at once.
-  W3  A client's fault fails that turn. Any other fault turns health red, fails the waiting turns
-      at once, and is over when the engine could be reset.
+  W2  A cancelled turn that waits leaves the queue in the cancelling thread, at once; one that is
+      parked ends within one unit of work.
+  W3  A client's fault fails that turn. Any other fault turns health red, fails the parked and the
+      waiting turns at once, and is over when the engine could be reset.
   W4  Only a clean DONE leaves a session hot.
-  W5  `submit`, `depth` and `health` never wait for the engine.
+  W5  `submit`, `order`, `depth` and `health` never wait for the engine.
+  W6  Turns that name the same session run in the order of their arrival, never one inside another.
 """
 
 from __future__ import annotations
@@ -18,55 +21,42 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
-from dataclasses import asdict, dataclass
-from typing import Any, assert_never
+from concurrent.futures import Future
+from typing import Any
 
 from capserve.engine.seam import Engine
 from capserve.errors import CapserveError, EngineError, QueueFullError, UnavailableError
 from capserve.serving.admission import admit
-from capserve.serving.capsules import CapsuleStore, Footprint
+from capserve.serving.archive import Archive
+from capserve.serving.bench import Bench, Cancelled, Done, MakeOutput, Records, SinkError, Turn
+from capserve.serving.capsules import CapsuleStore
+from capserve.serving.endings import SHUTDOWN, AnyEnding, last_event, last_state, shutting_down
+from capserve.serving.forecast import Clocked
 from capserve.serving.keeper import Keeper
 from capserve.serving.lifecycle import Lifecycle, TurnState
 from capserve.serving.limits import Limits
 from capserve.serving.metrics import MetricsLog, TurnMetrics
+from capserve.serving.order_queue import Desk, OrderQueue
+from capserve.serving.orders import SessionOrder
 from capserve.serving.prefix import AutoPrefixPolicy
 from capserve.serving.rates import RateMeter
 from capserve.serving.sessions import SessionRegistry
+from capserve.serving.snapshot import Snapshot
+from capserve.serving.stage import Stage
 from capserve.serving.tally import Tally
 from capserve.serving.transcripts import Transcripts
-from capserve.serving.turn import Failed, Finished, TurnCancelledError, WorkItem
-from capserve.serving.turn_run import (
-    Bench,
-    Cancelled,
-    Done,
-    MakeOutput,
-    Records,
-    SinkError,
-    Turn,
-    TurnRun,
-)
+from capserve.serving.turn import WorkItem
 
 log = logging.getLogger("capserve.worker")
-
-SHUTDOWN = "shutdown"
-"""The cancel reason that is the server's own doing: its client sees 503, not 499."""
 
 IDLE_CHECK_S = 5.0
 """From one upkeep to the next: old things expire, accounts are checked, a fault is healed."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Snapshot:
-    """What `health` may know of the worker thread's things; replaced whole after each turn."""
-
-    sessions: int
-    hot_position: int | None
-    capsules: Footprint
-    graph_capture_count: int
-
-
 class EngineWorker:
+    """`archive`: without one, nothing outlives the process. `desk`: without one, no orders are
+    taken."""
+
     def __init__(
         self,
         engine: Engine,
@@ -79,6 +69,8 @@ class EngineWorker:
         make_output: MakeOutput,
         records: Records,
         *,
+        archive: Archive | None = None,
+        desk: Desk | None = None,
         meter: RateMeter | None = None,
         idle_check_s: float = IDLE_CHECK_S,
     ) -> None:
@@ -88,15 +80,18 @@ class EngineWorker:
         self._store = store
         self._sessions = sessions
         self._metrics = metrics
+        self._desk = desk
         self._keeper = Keeper(engine, store, sessions)
-        self._bench = Bench(
+        archive = archive or Archive(transcripts)
+        sessions.watch_ends(archive.session_gone)
+        bench = Bench(
             engine=engine,
             limits=limits,
             policy=policy,
             index=store,
             sessions=sessions,
             keeper=self._keeper,
-            transcripts=transcripts,
+            archive=archive,
             meter=meter or RateMeter(),
             make_output=make_output,
             records=records,
@@ -105,14 +100,14 @@ class EngineWorker:
         self._upkeep_at = time.monotonic() + idle_check_s
         self._changed = threading.Condition()
         # Guarded by `_changed`:
-        self._queue: deque[Turn] = deque()
-        self._running: Turn | None = None
+        self._stage = Stage(self._changed, bench)
+        self._orders = OrderQueue()
         self._started = False
         self._stopping = False
         self._fault: str | None = None
         self._faults = 0
         self._turn_s = 1.0  # moving average, for Retry-After
-        self._snapshot = _Snapshot(0, None, store.footprint(), engine.graph_capture_count)
+        self._snapshot = Snapshot(0, None, store.footprint(), engine.graph_capture_count)
         self._thread = threading.Thread(target=self._loop, name="capserve-engine", daemon=True)
         metrics.watch_queue(self.depth)
 
@@ -126,19 +121,21 @@ class EngineWorker:
         self._thread.start()
 
     def stop(self, timeout: float | None = None) -> bool:
-        """Take no more turns, cancel the running one, fail the waiting ones with 503.
+        """Take nothing more, cancel the running and the parked turns, fail what waits with 503.
 
         Waits for the thread; False when it is still busy after `timeout` seconds.
         """
         with self._changed:
             self._stopping = True
-            waiting = self._drain()
-            running = self._running
+            waiting, orders = self._stage.drain(), self._orders.drain()
+            begun = self._stage.begun()
             self._changed.notify_all()
         for turn in waiting:
-            self._end(turn, UnavailableError("The server is shutting down.", retry_after_s=5.0))
-        if running is not None:
-            running.item.cancel.cancel(SHUTDOWN)
+            self._end(turn, shutting_down())
+        for asked in orders:
+            asked.fail(shutting_down())
+        for clocked in begun:
+            clocked.turn.item.cancel.cancel(SHUTDOWN)
         if self._thread.ident is not None:
             self._thread.join(timeout)
         return not self._thread.is_alive()
@@ -157,8 +154,8 @@ class EngineWorker:
         return self._started and not self._stopping and self._fault is None
 
     def depth(self) -> int:
-        """Turns that wait; the running one does not count."""
-        return len(self._queue)
+        """Turns that wait; the running one and the parked ones do not count."""
+        return len(self._stage.queue)
 
     def submit(self, item: WorkItem) -> None:
         """Queue a turn, or raise at once. Never blocks on the engine.
@@ -175,8 +172,9 @@ class EngineWorker:
             admit(item.request, self._limits, self._engine_limits)
             with self._changed:
                 self._refuse_unless_open()
+                self._refuse_beyond_depth()
                 turn.life.to(TurnState.QUEUED)
-                self._queue.append(turn)
+                self._stage.queue.append(turn)
                 self._changed.notify()
         except CapserveError:
             turn.life.to(TurnState.REJECTED)
@@ -184,12 +182,25 @@ class EngineWorker:
             raise
         item.cancel.subscribe(lambda: self._withdraw(turn))
 
+    def order(self, order: SessionOrder) -> Future[Any]:
+        """Have `order` carried out by the desk, in the worker's thread, between two units of work.
+
+        The future gets the desk's result, or a CapserveError; UnavailableError when the worker
+        stops or the engine fails before. Raises QueueFullError (429), UnavailableError (503).
+        """
+        assert self._desk is not None, "a worker without a desk takes no orders"
+        with self._changed:
+            self._refuse_unless_open()
+            future = self._orders.add(order)
+            self._changed.notify()
+        return future
+
     def health(self) -> dict[str, Any]:
         """Everything that `/health` shows, as plain values."""
         with self._changed:
-            running, stopping, started = self._running, self._stopping, self._started
+            running, parked = self._stage.running, len(self._stage.parked)
+            stopping, started = self._stopping, self._started
             fault, faults = self._fault, self._faults
-        seen = self._snapshot
         if fault is not None:
             status = "error"
         elif stopping:
@@ -200,12 +211,12 @@ class EngineWorker:
             "status": status,
             "ready": status == "ok",
             "model": self._engine_limits.model_name,
-            "running": None if running is None else running.item.request.request_id,
+            "schedule": self._limits.schedule,
+            "running": None if running is None else running.turn.item.request.request_id,
+            "parked": parked,
             "faults": faults,
             "fault": fault,
-            "sessions": seen.sessions,
-            "hot_position": seen.hot_position,
-            "capsules": asdict(seen.capsules),
+            **self._snapshot.health(),
             "turns": self._metrics.health(),
         }
 
@@ -215,50 +226,90 @@ class EngineWorker:
             raise UnavailableError(f"The server is {what}.", retry_after_s=5.0)
         if self._fault is not None:
             raise UnavailableError("The engine failed and is being reset.", retry_after_s=5.0)
+
+    def _refuse_beyond_depth(self) -> None:
         # An idle worker takes one turn that never counts as waiting.
-        room = self._limits.max_queue_depth + (self._running is None)
-        if len(self._queue) >= room:
+        waiting = self.depth()
+        if waiting >= self._limits.max_queue_depth + (not self._stage.begun()):
             raise QueueFullError(
-                f"{len(self._queue)} turns wait, max_queue_depth is "
-                f"{self._limits.max_queue_depth}.",
-                retry_after_s=min(60.0, max(1.0, self._turn_s * (len(self._queue) + 1))),
+                f"{waiting} turns wait, max_queue_depth is {self._limits.max_queue_depth}.",
+                retry_after_s=min(60.0, max(1.0, self._turn_s * (waiting + 1))),
             )
 
     def _withdraw(self, turn: Turn) -> None:
         with self._changed:
-            if turn not in self._queue:
-                return  # it runs, and looks at its token itself; or it has ended
-            self._queue.remove(turn)
+            if not self._stage.withdraw(turn):
+                return  # it has begun, and its token is looked at; or it has ended
         self._end(turn, Cancelled())
-
-    def _drain(self) -> list[Turn]:
-        waiting = list(self._queue)
-        self._queue.clear()
-        return waiting
 
     # -- the worker's thread -----------------------------------------------------------------
 
     def _loop(self) -> None:
-        while (turn := self._next()) is not None:
-            began = time.monotonic()
-            self._serve(turn)
-            with self._changed:
-                self._turn_s += 0.2 * (time.monotonic() - began - self._turn_s)
+        while self._wait():
+            try:
+                self._look_around()
+                clocked = self._stage.choose()
+                if clocked is not None:
+                    self._advance(clocked)
+            except Exception as error:
+                log.exception("%s: the engine failed", self._at_work())
+                self._break_down(error)
 
-    def _next(self) -> Turn | None:
-        """The next turn, or None when the worker is to stop. Upkeep is due on a busy one too."""
-        while True:
-            if time.monotonic() >= self._upkeep_at:
-                self._upkeep()
-                self._upkeep_at = time.monotonic() + self._idle_check_s
-            with self._changed:
-                if not self._queue and not self._stopping:
-                    self._changed.wait(max(0.0, self._upkeep_at - time.monotonic()))
+    def _at_work(self) -> str:
+        running = self._stage.running
+        return "between turns" if running is None else running.turn.item.request.request_id
+
+    def _wait(self) -> bool:
+        """Until there is something to do. False: it is to stop, and every turn has ended."""
+        with self._changed:
+            while not (self._stage.begun() or self._stage.queue or self._orders):
                 if self._stopping:
-                    return None
-                if self._queue:
-                    self._running = self._queue.popleft()
-                    return self._running
+                    return False
+                left_s = self._upkeep_at - time.monotonic()
+                if left_s <= 0:
+                    break
+                self._changed.wait(left_s)
+            return True
+
+    def _look_around(self) -> None:
+        """What is due between two units of work, besides turns."""
+        if time.monotonic() >= self._upkeep_at:
+            self._upkeep_at = time.monotonic() + self._idle_check_s
+            self._upkeep()
+        with self._changed:
+            asked = self._orders.take()
+        if asked is not None and self._desk is not None:
+            position = self._engine.position
+            asked.run(self._desk)
+            idle = self._stage.running is None
+            assert idle or self._engine.position == position, "an order moved a turn's state"
+            self._publish()
+        for clocked in [parked for parked in self._stage.parked if parked.run.cancelled]:
+            self._conclude(clocked, Cancelled())
+
+    def _advance(self, clocked: Clocked) -> None:
+        began = time.monotonic()
+        ending: AnyEnding | None
+        try:
+            ending = clocked.run.advance()
+        except SinkError as error:
+            log.warning("%s: the sink failed: %s", self._at_work(), error)
+            ending = CapserveError("The reply could not be delivered.")
+        except CapserveError as error:
+            if error.status >= 500:
+                raise
+            ending = error
+        self._stage.worked(clocked, (time.monotonic() - began) * 1e3)
+        if ending is not None:
+            self._conclude(clocked, ending)
+
+    def _conclude(self, clocked: Clocked, ending: AnyEnding) -> None:
+        """A turn that has begun, running or parked, is over."""
+        self._stage.over(clocked, finished=isinstance(ending, Done))
+        with self._changed:
+            self._turn_s += 0.2 * (clocked.own_ms / 1e3 - self._turn_s)
+        self._publish()
+        self._end(clocked.turn, ending)
 
     def _upkeep(self) -> None:
         if self._fault is not None:
@@ -268,41 +319,33 @@ class EngineWorker:
         except Exception as error:
             # A broken account must be seen, but must not end the thread that everybody waits for.
             log.exception("upkeep failed; the store is emptied")
-            self._store.clear()  # an empty one is right again, and is not found broken forever
-            self._break_down(None, error)
+            self._break_down(error, empty_store=True)
         self._publish()
 
-    def _serve(self, turn: Turn) -> None:
-        ending: Done | Cancelled | CapserveError
-        try:
-            ending = TurnRun(turn, self._bench).run()
-            self._publish()
-        except SinkError as error:
-            log.warning("%s: the sink failed: %s", turn.item.request.request_id, error)
-            ending = CapserveError("The reply could not be delivered.")
-        except CapserveError as error:
-            ending = error
-            if error.status >= 500:
-                self._break_down(turn, error)
-                return
-        except Exception as error:
-            log.exception("%s: the engine failed", turn.item.request.request_id)
-            self._break_down(turn, error)
-            return
-        self._end(turn, ending)
-
-    def _break_down(self, turn: Turn | None, error: Exception) -> None:
+    def _break_down(self, error: Exception, *, empty_store: bool = False) -> None:
         """Red first, so that nothing new enters; then everybody hears; then try to heal."""
         fault = f"{type(error).__name__}: {error}"
         with self._changed:
             self._fault = fault
             self._faults += 1
-            waiting = self._drain()
-        for failed in waiting if turn is None else [turn, *waiting]:
+            begun = self._stage.begun()
+            waiting, orders = self._stage.drain(), self._orders.drain()
+            self._stage.parked.clear()
+        for clocked in begun:
+            try:
+                clocked.run.close()
+            except Exception:
+                # Its hold may be lost in a broken store; its client must hear of the end anyway.
+                log.exception("%s: not closed", clocked.turn.item.request.request_id)
+        if empty_store:
+            self._store.clear()  # an empty one is right again, and is not found broken forever
+        for turn in [*(clocked.turn for clocked in begun), *waiting]:
             self._end(
-                failed,
+                turn,
                 EngineError("The engine failed; its log says why. The turn may be sent again."),
             )
+        for asked in orders:
+            asked.fail(UnavailableError("The engine failed and is being reset.", retry_after_s=5.0))
         self._heal()
         self._publish()
 
@@ -319,7 +362,7 @@ class EngineWorker:
 
     def _publish(self) -> None:
         hot = self._sessions.hot
-        self._snapshot = _Snapshot(
+        self._snapshot = Snapshot(
             len(self._sessions),
             None if hot is None else self._engine.position,
             self._store.footprint(),
@@ -328,24 +371,15 @@ class EngineWorker:
 
     # -- the one end -------------------------------------------------------------------------
 
-    def _end(self, turn: Turn, ending: Done | Cancelled | CapserveError) -> None:
+    def _end(self, turn: Turn, ending: AnyEnding) -> None:
         """Every submitted turn ends here, once: its state, its record, its terminal event."""
-        life = turn.life
-        match ending:
-            case Done():
-                life.to(TurnState.DONE)
-            case Cancelled():
-                life.to(TurnState.CANCELLED)
-            case CapserveError():
-                refused = life.state is TurnState.QUEUED and ending.status == 503
-                life.to(TurnState.REJECTED if refused else TurnState.ERROR)
-            case _:
-                assert_never(ending)
-        event = _terminal_event(turn, ending, self._count(turn))
+        turn.life.to(last_state(turn, ending))
+        event = last_event(turn, ending, self._count(turn))
         with self._changed:
             # Before the news: who sends the next turn at once must not find this one in the way.
-            if self._running is turn:
-                self._running = None
+            running = self._stage.running
+            if running is not None and running.turn is turn:
+                self._stage.running = None
         try:
             turn.item.sink.deliver(event)
         except Exception:
@@ -361,28 +395,3 @@ class EngineWorker:
             # A view that can't be updated must not cost a turn its terminal event.
             log.exception("%s: the record was not taken", metrics.request_id)
         return metrics
-
-
-def _terminal_event(
-    turn: Turn, ending: Done | Cancelled | CapserveError, metrics: TurnMetrics
-) -> Finished | Failed:
-    match ending:
-        case Done():
-            return Finished(
-                reason=ending.reason,
-                message=ending.message,
-                prompt_tokens=len(turn.item.request.prompt.tokens),
-                output_tokens=len(ending.output),
-                reasoning_tokens=ending.reasoning_tokens,
-                metrics=metrics,
-            )
-        case Cancelled():
-            reason = turn.item.cancel.reason
-            error: CapserveError = TurnCancelledError(f"The turn was cancelled: {reason}.")
-            if reason == SHUTDOWN:
-                error = UnavailableError("The server is shutting down.", retry_after_s=5.0)
-            return Failed(error, metrics)
-        case CapserveError():
-            return Failed(ending, metrics)
-        case _:
-            assert_never(ending)

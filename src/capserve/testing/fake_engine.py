@@ -8,21 +8,26 @@ For tests it can be stopped at an exact call (`hold`), made to fail at one (`fai
 speak chosen replies (`script`). A scripted fake can't show wrong reuse in its tokens, so `begin`
 compares what it absorbed with the prompt instead and raises `WrongStateError`.
 
+It has no numerics, hence no segmentation: the names of its parts depend on tokens alone. Its packed
+parts are files of the real form and of the real size. Like the real engine, `unpack` looks at what
+the parts say of themselves and not at their KV: bytes that changed on their way show in `restore`,
+as a `WrongStateError`.
+
 The thread of its first call owns it. Any other thread that calls it, or looks at its state, gets
 `WrongThreadError`, and the fake remembers it: worker code may swallow the error, a test must not.
 """
 
 from __future__ import annotations
 
-import itertools
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import Literal
 
 import numpy as np
+import numpy.typing as npt
 
 from capserve.engine.seam import (
     MAX_DRAFTS,
@@ -32,20 +37,20 @@ from capserve.engine.seam import (
     EngineLimits,
     Sampling,
     TokenArray,
+    TokenConstraint,
     TokenLogprob,
 )
-from capserve.errors import ContextLengthError
+from capserve.errors import CapserveError, ContextLengthError
+from capserve.testing.fake_parts import ROOT, FakeCapsule, FakePart, parts_of, read_parts, set_apart
 
-SEGMENT_TOKENS = 512
-"""Capsules share their KV in pieces of this many tokens, as a real engine does."""
-
-Call = Literal["reset", "extend", "begin", "step", "snapshot", "restore"]
+Call = Literal["reset", "extend", "begin", "step", "snapshot", "restore", "move", "unpack"]
 Script = Callable[[TokenArray], Sequence[int]]
 """From a prompt to the token ids of the reply; the end token included, if the reply has one."""
 
 
 class WrongStateError(AssertionError):
-    """A turn began on a state that did not absorb its prompt."""
+    """A turn began on a state that did not absorb its prompt, or a capsule's small state does not
+    belong to its KV."""
 
 
 class WrongThreadError(AssertionError):
@@ -70,22 +75,6 @@ class Gate:
         assert self._open.wait(60.0), "nobody opened the gate"
 
 
-@dataclass(frozen=True, eq=False)
-class _Segment:
-    key: int
-    tokens: bytes
-    nbytes: int
-
-
-@dataclass(frozen=True)
-class FakeCapsule:
-    position: int
-    parts: tuple[CapsulePart, ...]
-    segments: tuple[_Segment, ...]
-    digest: bytes
-    """The small state: what the fold over all segments must give."""
-
-
 def fake_limits(
     *,
     vocab_size: int = 512,
@@ -95,6 +84,9 @@ def fake_limits(
     grid: int = 64,
     small_state_bytes: int = 4096,
     kv_bytes_per_token: int = 16,
+    segment_tokens: int = 512,
+    tiers: tuple[str, ...] = ("host",),
+    fingerprint: str = "fake",
 ) -> EngineLimits:
     return EngineLimits(
         model_name="fake",
@@ -105,8 +97,11 @@ def fake_limits(
         grid=grid,
         small_state_bytes=small_state_bytes,
         kv_bytes_per_token=kv_bytes_per_token,
+        segment_tokens=segment_tokens,
         device="none",
         dtype="hash",
+        tiers=tiers,
+        fingerprint=fingerprint,
     )
 
 
@@ -116,8 +111,9 @@ class FakeEngine:
     def __init__(self, limits: EngineLimits | None = None, script: Script | None = None) -> None:
         self._limits = limits or fake_limits()
         self._script = script
-        self._keys = itertools.count(1)
-        self._segments: weakref.WeakValueDictionary[bytes, _Segment] = weakref.WeakValueDictionary()
+        self._parts: weakref.WeakValueDictionary[tuple[bytes, str], FakePart] = (
+            weakref.WeakValueDictionary()
+        )
         self._traps: list[tuple[Call, int, Callable[[], None]]] = []
         self._counts: dict[Call, int] = {}
         self._lock = threading.Lock()
@@ -130,11 +126,13 @@ class FakeEngine:
         """Every `extend` as a half-open range: what a test compares with a plan."""
         self._tokens = bytearray()
         self._fold = blake2b(digest_size=16)
+        self._root = ROOT
         self._pending: int | None = None
         self._begun = False
         self._sampling = Sampling()
         self._context = b""
         self._output: list[int] = []
+        self._constraint: TokenConstraint | None = None
         self._reply: tuple[int, ...] = ()
 
     # -- what a test can ask for -------------------------------------------------------------
@@ -152,11 +150,13 @@ class FakeEngine:
         return gate
 
     def fail(self, call: Call, at: int = 1, error: Exception | None = None) -> None:
-        """Raise in that call; the state is undefined then, and wrong in this fake (E7)."""
+        """Raise in that call. The state is undefined then, and wrong in this fake, unless `error`
+        is one that refuses a call before it starts (E7)."""
         planted = error or RuntimeError(f"planted fault in {call}")
 
         def break_down() -> None:
-            self._absorb(np.array([-1], dtype=np.int32))
+            if not isinstance(planted, CapserveError):
+                self._absorb(np.array([-1], dtype=np.int32))
             raise planted
 
         self.when(call, at, break_down)
@@ -166,8 +166,8 @@ class FakeEngine:
 
     @property
     def live_segments(self) -> int:
-        """KV segments that some capsule keeps alive: a leak shows here."""
-        return len(self._segments)
+        """KV segments that some capsule keeps alive, in all tiers: a leak shows here."""
+        return sum(part.label.kind == "kv" for part in list(self._parts.values()))
 
     def _enter(self, call: Call) -> None:
         with self._lock:
@@ -227,7 +227,11 @@ class FakeEngine:
         self._absorb(tokens)
 
     def begin(
-        self, sampling: Sampling, context: TokenArray, output: TokenArray | None = None
+        self,
+        sampling: Sampling,
+        context: TokenArray,
+        output: TokenArray | None = None,
+        constraint: TokenConstraint | None = None,
     ) -> None:
         assert 0 <= sampling.drafts <= self._limits.max_drafts <= MAX_DRAFTS
         self._enter("begin")
@@ -235,6 +239,11 @@ class FakeEngine:
         self._context = context.tobytes()
         self._output = [] if output is None else [int(token) for token in output]
         self._pending = self._output[-1] if self._output else None
+        self._constraint = constraint
+        if constraint is not None:
+            constraint.restart()
+            for token in self._output:
+                constraint.advance(token)
         if self._output:
             assert self.position == len(context) + len(self._output) - 1
         self._begun = True
@@ -262,7 +271,9 @@ class FakeEngine:
         tokens: list[int] = []
         accepted = 0
         while True:
-            token = self._target()
+            token = self._target(self._allowed())
+            if self._constraint is not None:
+                self._constraint.advance(token)
             tokens.append(token)
             self._output.append(token)
             if token in self._sampling.end_tokens or accepted == drafted:
@@ -279,29 +290,52 @@ class FakeEngine:
 
     def snapshot(self) -> Capsule:
         self._enter("snapshot")
-        step = SEGMENT_TOKENS * 4
-        segments = [self._segment(i, i + step) for i in range(0, len(self._tokens), step)]
-        parts = [CapsulePart(next(self._keys), self._limits.small_state_bytes)]
-        parts += [CapsulePart(s.key, s.nbytes) for s in segments]
-        return FakeCapsule(self.position, tuple(parts), tuple(segments), self._fold.digest())
+        parts = parts_of(self._tokens, self._fold.digest(), self._limits, self._root)
+        return FakeCapsule(self.position, self._shared(parts))
 
     def restore(self, capsule: Capsule) -> int:
         assert isinstance(capsule, FakeCapsule)
         self._enter("restore")
         before = bytes(self._tokens)
         self._forget()
-        moved = self._limits.small_state_bytes
-        for segment in capsule.segments:
+        small, *segments = capsule.parts
+        moved = small.nbytes
+        for segment in segments:
             start = len(self._tokens)
-            if before[start : start + len(segment.tokens)] != segment.tokens:
+            tokens = segment.tensors["tokens"]
+            if before[start : start + len(tokens)] != tokens:
                 moved += segment.nbytes
-            self._absorb(np.frombuffer(segment.tokens, dtype=np.int32))
-        assert self._fold.digest() == capsule.digest, "small state and segments disagree"
+            self._absorb(np.frombuffer(tokens, dtype=np.int32))
+        if self._fold.digest() != small.tensors["fold"]:
+            raise WrongStateError("small state and segments disagree")
+        self._root = capsule.root
         return moved
+
+    def move(self, capsule: Capsule, tier: str) -> Capsule:
+        assert isinstance(capsule, FakeCapsule)
+        assert tier in self._limits.tiers, f"tier {tier!r} is none of {self._limits.tiers}"
+        self._enter("move")
+        if capsule.tier == tier:
+            return capsule
+        moved = [replace(part, tier=tier) for part in capsule.parts]
+        return FakeCapsule(capsule.position, self._shared(moved))
+
+    def unpack(
+        self, position: int, parts: Sequence[CapsulePart | memoryview], apart: bytes = b""
+    ) -> Capsule:
+        assert not apart or all(isinstance(part, memoryview) for part in parts)
+        self._enter("unpack")
+        found = read_parts(position, parts, self._limits)
+        return FakeCapsule(position, self._shared(set_apart(found, apart) if apart else found))
+
+    def _shared(self, parts: Sequence[FakePart]) -> tuple[FakePart, ...]:
+        """Each, or the living part of that name in that tier."""
+        return tuple(self._parts.setdefault((part.name, part.tier), part) for part in parts)
 
     # -- the hash that stands for a model ----------------------------------------------------
 
     def _forget(self) -> None:
+        self._root = ROOT
         self._tokens = bytearray()
         self._fold = blake2b(digest_size=16)
         self._pending = None
@@ -312,27 +346,27 @@ class FakeEngine:
         self._tokens += data
         self._fold.update(data)
 
-    def _segment(self, start: int, end: int) -> _Segment:
-        data = bytes(self._tokens[start:end])
-        prefix = blake2b(self._tokens[: start + len(data)], digest_size=16).digest()
-        segment = self._segments.get(prefix)
-        if segment is None:
-            nbytes = len(data) // 4 * self._limits.kv_bytes_per_token
-            segment = _Segment(next(self._keys), data, nbytes)
-            self._segments[prefix] = segment
-        return segment
-
     def _hash(self, *words: object) -> int:
         mixed = self._fold.copy()
         mixed.update(repr(words).encode())
         return int.from_bytes(mixed.digest()[:8], "little")
 
-    def _target(self) -> int:
+    def _allowed(self) -> npt.NDArray[np.int64] | None:
+        """The ids that the constraint leaves, None without one."""
+        mask = None if self._constraint is None else self._constraint.mask()
+        if mask is None:
+            return None
+        bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
+        return np.nonzero(bits[: self._limits.vocab_size])[0]
+
+    def _target(self, allowed: npt.NDArray[np.int64] | None) -> int:
         s = self._sampling
         if self._script is not None:
             said = len(self._output)
             end = s.end_tokens[0] if s.end_tokens else 0
-            return self._reply[said] if said < len(self._reply) else end
+            wanted = self._reply[said] if said < len(self._reply) else end
+            if allowed is None or wanted in allowed:
+                return wanted
         words: list[object] = [self.position]
         if s.temperature > 0:
             words += [s.seed, s.temperature, s.top_k, s.top_p, s.min_p]
@@ -342,7 +376,10 @@ class FakeEngine:
             words += [s.presence_penalty, s.frequency_penalty, self._output]
         if s.logit_bias:
             words.append(s.logit_bias)
-        return self._hash(*words) % self._limits.vocab_size
+        drawn = self._hash(*words)
+        if allowed is None:
+            return drawn % self._limits.vocab_size
+        return int(allowed[drawn % len(allowed)])
 
     def _draft(self, token: int) -> int:
         """A guess that knows no more than the state: right in about two of three positions."""
@@ -351,5 +388,7 @@ class FakeEngine:
 
     def _logprob(self, token: int) -> TokenLogprob:
         n = min(self._sampling.top_logprobs or 0, self._limits.vocab_size)
+        if self._constraint is not None:
+            n = min(n, 1)  # its neighbours may be forbidden
         top = tuple(((token + i) % self._limits.vocab_size, -0.5 - i) for i in range(n))
         return TokenLogprob(token, -0.5, top)

@@ -54,7 +54,7 @@ def types_of(schema: object, root: Mapping[str, Any], depth: int = 0) -> frozens
     if not isinstance(schema, Mapping) or depth > MAX_SCHEMA_DEPTH:
         return ANY
     if isinstance(reference := schema.get("$ref"), str):
-        return types_of(_resolve(reference, root), root, depth + 1)
+        return types_of(resolve(reference, root), root, depth + 1)
     named = schema.get("type")
     types: set[str] = set()
     if isinstance(named, str):
@@ -163,7 +163,7 @@ def _refuse(constant: str) -> NoReturn:
     raise ValueError(f"{constant} is no JSON")
 
 
-def _resolve(reference: str, root: Mapping[str, Any]) -> object:
+def resolve(reference: str, root: Mapping[str, Any]) -> object:
     """The part of `root` that a local reference such as `#/$defs/Point` names, or None."""
     if not reference.startswith("#/"):
         return None

@@ -8,7 +8,7 @@ absent are ""), tool arguments stay the string that the client sent.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 Role = Literal["system", "user", "assistant", "tool"]
@@ -32,6 +32,9 @@ class Message:
     tool_calls: tuple[ToolCall, ...] = ()
     tool_call_id: str = ""
     name: str = ""
+    breakpoint: bool = field(default=False, compare=False)
+    """The client marked the end of this message as worth coming back to (`cache_control`). It says
+    nothing about what the message means."""
 
 
 @dataclass(frozen=True)

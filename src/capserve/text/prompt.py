@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +25,10 @@ from capserve.text.tokenizer import Encoding, Tokenizer
 
 TokenArray = npt.NDArray[np.int32]
 T = TypeVar("T")
+
+MOST_BREAKPOINTS = 4
+"""The last ones are taken, as the API that `cache_control` comes from has it: each may cost one
+more rendering of the conversation."""
 
 MEMO_ENTRIES = 64
 """Different system prompts whose ends are remembered; each holds its text once more."""
@@ -42,6 +46,9 @@ class TurnRecord:
     """Prompt messages as they were sent, then the generated one with its true reasoning."""
     text: str
     tokens: TokenArray
+    tools: tuple[Mapping[str, Any], ...] = ()
+    """As the conversation that these messages are had them; so are the switches."""
+    template_kwargs: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -67,6 +74,8 @@ class Prompt:
     """The generation prompt ends inside an open think block."""
     continues_reply: bool = False
     """The last message is the assistant's own and is continued: no generation prompt."""
+    breakpoints: tuple[int, ...] = ()
+    """Ends, in tokens, of the messages that the client marked as worth coming back to."""
     notes: tuple[str, ...] = ()
     """What was taken out of the request before rendering, in words."""
 
@@ -155,21 +164,52 @@ class PromptBuilder:
             self._refuse_hopeless(new, len(head), most_tokens)
         tail = self._tokenizer.encode_with_borders(new)
         tokens = np.concatenate((head, tail.tokens))
-        # A boundary inside the spliced head has no border to be found at; its end is the next best.
-        prompt_end = len(head) + _offset(tail, boundary_char - start + len(glue))
         whole = record is not None and len(head) == len(record.tokens)
+        known = len(record.messages) if record is not None and whole else 0
+
+        def offset(char: int) -> int:
+            return len(head) + _offset(tail, char - start + len(glue))
+
         return Prompt(
             tokens=tokens,
             conversation=conversation,
             chain=chain,
             system_end=self._system_end(conversation, chain, text, tokens),
-            prompt_end=prompt_end,
+            # A boundary inside the spliced head has no border to be found at; its end is the next
+            # best.
+            prompt_end=offset(boundary_char),
             spliced_tokens=len(head),
-            spliced_messages=len(record.messages) if record is not None and whole else 0,
+            spliced_messages=known,
             starts_in_reasoning=self._starts_in_reasoning(text),
             continues_reply=continues,
+            breakpoints=tuple(
+                offset(char) for char in self._marked_ends(conversation, text, known, start)
+            ),
             notes=notes,
         )
+
+    def _marked_ends(
+        self, conversation: Conversation, text: str, known: int, start: int
+    ) -> list[int]:
+        """Characters of `text` at which the last marked messages end, ascending.
+
+        Only behind the `known` messages and the `start` characters that a journal already holds:
+        its own boundaries were taken when it was made. A message whose rendering changes with what
+        follows it (a template that drops old thinking) has no end to come back to.
+        """
+        messages = conversation.messages
+        marked = [i for i, message in enumerate(messages) if message.breakpoint and i >= known]
+        ends: list[int] = []
+        for i in marked[-MOST_BREAKPOINTS:]:
+            try:
+                bare = self._template.render(
+                    replace(conversation, messages=messages[: i + 1]), add_generation_prompt=False
+                )
+            except InvalidRequestError:  # a system message alone is no conversation to some
+                continue
+            if len(bare) > start and text.startswith(bare):
+                ends.append(len(bare))
+        return ends
 
     def _refuse_hopeless(self, new: str, known_tokens: int, most_tokens: int) -> None:
         if self._tokenizer.surely_exceeds(new, max(0, most_tokens - known_tokens)):
@@ -195,7 +235,7 @@ class PromptBuilder:
             text = self._template.render(conversation, add_generation_prompt=False)
         except InvalidRequestError:
             return None
-        return TurnRecord(messages, text, tokens)
+        return TurnRecord(messages, text, tokens, conversation.tools, conversation.template_kwargs)
 
     def _render(self, conversation: Conversation, continues: bool, head: bytes) -> tuple[str, int]:
         """The prompt's text, and the character at which its generation prompt begins."""

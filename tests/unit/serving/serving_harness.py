@@ -18,9 +18,12 @@ import numpy as np
 
 from capserve.engine.seam import EngineLimits, Sampling, TokenArray
 from capserve.errors import CapserveError
+from capserve.serving.archive import Archive
+from capserve.serving.bench import MakeOutput
 from capserve.serving.capsules import CapsuleStore
 from capserve.serving.limits import Limits
 from capserve.serving.metrics import MetricsLog
+from capserve.serving.order_queue import Desk
 from capserve.serving.prefix import AutoPrefixPolicy
 from capserve.serving.rates import RateMeter
 from capserve.serving.sessions import SessionRegistry
@@ -34,7 +37,6 @@ from capserve.serving.turn import (
     TurnRequest,
     WorkItem,
 )
-from capserve.serving.turn_run import MakeOutput
 from capserve.serving.worker import EngineWorker
 from capserve.testing.fake_engine import FakeEngine
 from capserve.text.messages import Conversation, Message, ToolCall
@@ -233,6 +235,7 @@ class Serving:
         pin: int | bool = False,
         sink: RecordingSink | None = None,
         output: OutputSpec | None = None,
+        session_id: str | None = None,
     ) -> WorkItem:
         sampling = sampling or Sampling(end_tokens=(END,), drafts=3)
         request = TurnRequest(
@@ -243,6 +246,7 @@ class Serving:
             max_tokens,
             output or OutputSpec(),
             pin,
+            session_id,
         )
         return WorkItem(request, time.monotonic(), sink or RecordingSink(), CancelToken())
 
@@ -273,6 +277,8 @@ def serving(
     idle_check_s: float = 60.0,
     start: bool = True,
     make_output: MakeOutput = WordOutput,
+    desk: Desk | None = None,
+    archive: Archive | None = None,
     **limits: object,
 ) -> Iterator[Serving]:
     engine = engine or FakeEngine(engine_limits)
@@ -285,7 +291,7 @@ def serving(
         }
     )
     policy = AutoPrefixPolicy(engine.limits, exact, checkpoint_interval)
-    store = CapsuleStore(allowed.capsule_budget_bytes["host"])
+    store = CapsuleStore(engine, allowed.capsule_budget_bytes)
     sessions = SessionRegistry(allowed.max_active_sessions, allowed.session_idle_ttl_s)
     transcripts, metrics = Transcripts(), MetricsLog()
     worker = EngineWorker(
@@ -298,6 +304,8 @@ def serving(
         metrics,
         make_output,
         WordRecords(),
+        desk=desk,
+        archive=archive,
         meter=RateMeter(weight=0.0),  # plans must not depend on this machine's speed
         idle_check_s=idle_check_s,
     )

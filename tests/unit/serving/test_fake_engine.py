@@ -6,11 +6,13 @@ import gc
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 
 import pytest
 from serving_harness import END, ids, make_prompt, serving, some_words, user
 
 from capserve.engine.seam import Engine, Sampling
+from capserve.errors import CapsuleError
 from capserve.testing.fake_engine import FakeEngine, WrongStateError, WrongThreadError, fake_limits
 
 
@@ -77,6 +79,8 @@ REACHES: dict[str, Callable[[FakeEngine], object]] = {
     "step": FakeEngine.step,
     "snapshot": FakeEngine.snapshot,
     "restore": lambda engine: engine.restore(FakeEngine(engine.limits).snapshot()),
+    "move": lambda engine: engine.move(FakeEngine(engine.limits).snapshot(), "host"),
+    "unpack": lambda engine: engine.unpack(0, FakeEngine(engine.limits).snapshot().parts),
     "position": lambda engine: engine.position,
     "graph_capture_count": lambda engine: engine.graph_capture_count,
 }
@@ -132,12 +136,72 @@ def test_what_the_store_counts_is_what_stays_alive() -> None:
         assert s.worker.stop(20.0)
         gc.collect()
         used = s.store.footprint().used_bytes
-        entries = list(s.store._entries.values())
-        keys = {part.key for entry in entries for part in entry.capsule.parts[1:]}
-        assert s.engine.live_segments == len(keys)
+        capsules = [entry.capsule for entry in s.store._catalog if entry.capsule is not None]
+        names = {part.name for capsule in capsules for part in capsule.parts[1:]}
+        assert s.engine.live_segments == len(names)
         assert 0 < used <= 3 * limits.capsule_bytes(700)
-        del entries
-        while s.store.evict_lru() is not None or s.store.footprint().capsules:
-            s.store.protect(None)
+        del capsules
+        s.store.clear()
         gc.collect()
         assert s.engine.live_segments == 0, "something outside the store keeps capsules alive"
+
+
+def test_kv_that_changed_on_its_way_shows_in_the_restore_and_not_before() -> None:
+    engine = FakeEngine(fake_limits(segment_tokens=16))
+    engine.extend(ids(range(1, 41)))
+    files = [bytearray(b"".join(part.pack())) for part in engine.snapshot().parts]
+    files[1][8 + int.from_bytes(files[1][:8], "little")] ^= 1  # a token of the first segment
+    engine.reset()
+    capsule = engine.unpack(40, [memoryview(file) for file in files])
+    with pytest.raises(WrongStateError, match="small state and segments disagree"):
+        engine.restore(capsule)
+
+
+def test_names_depend_on_tokens_and_not_on_the_calls() -> None:
+    whole, pieces = FakeEngine(), FakeEngine()
+    whole.extend(ids(range(1, 301)))
+    for start in range(1, 301, 7):
+        pieces.extend(ids(range(start, min(start + 7, 301))))
+    names = [[part.name for part in engine.snapshot().parts] for engine in (whole, pieces)]
+    assert names[0] == names[1]
+
+
+def test_capsules_live_in_the_tiers_that_were_asked_for_and_count_there() -> None:
+    limits = fake_limits(tiers=("gpu", "host"), fingerprint="card", segment_tokens=100)
+    engine = FakeEngine(limits)
+    engine.extend(ids(range(1, 251)))
+    capsule = engine.snapshot()
+    assert engine.live_segments == 3
+    moved = engine.move(capsule, "host")
+    assert engine.live_segments == 6
+    assert [part.nbytes for part in moved.parts] == [part.nbytes for part in capsule.parts]
+    del capsule
+    assert engine.live_segments == 3
+    with pytest.raises(AssertionError, match="'disk' is none of"):
+        engine.move(moved, "disk")
+    with pytest.raises(CapsuleError, match="'card', not 'other'"):
+        FakeEngine(replace(limits, fingerprint="other")).unpack(
+            250, [memoryview(b"".join(part.pack())) for part in moved.parts]
+        )
+
+
+@pytest.mark.parametrize("call", ["move", "unpack"])
+def test_moves_can_be_held_and_made_to_fail(call: str) -> None:
+    engine = after(1, 2, 3)
+    capsule, expected = engine.snapshot(), next_token(after(1, 2, 3))
+    reach = REACHES[call]
+    engine.fail(call, error=CapsuleError("no room"))
+    with pytest.raises(CapsuleError, match="no room"):
+        reach(engine)
+    assert next_token(engine) == expected, "an error that refuses leaves the state as it was"
+    engine.fail(call)
+    with pytest.raises(RuntimeError, match=f"planted fault in {call}"):
+        reach(engine)
+    engine.restore(capsule)
+    assert next_token(engine) == expected
+    seen: list[int] = []
+    engine.when(call, 2, lambda: seen.append(engine.calls(call)))
+    reach(engine)
+    assert not seen
+    reach(engine)
+    assert seen == [4]

@@ -12,9 +12,11 @@ from serving_harness import ids
 
 from capserve.serving.journal import (
     Journal,
+    JournalView,
     Span,
     SpanKind,
     TurnMark,
+    block_digests,
     clip,
     lcp,
     prefix_digests,
@@ -125,3 +127,37 @@ def test_marks_ascend_and_a_branch_takes_those_before_it() -> None:
     branch = Journal()
     branch.keep_marks(journal.marks, 24)
     assert branch.marks == (TurnMark(10, 2),)
+
+
+@given(
+    common=st.integers(0, 4200),
+    tails=st.tuples(st.integers(0, 1500), st.integers(0, 1500)),
+    cuts=st.lists(st.integers(1, 3000), max_size=4),
+)
+def test_histories_compared_by_their_digests_share_what_their_tokens_share(
+    common: int, tails: tuple[int, int], cuts: list[int]
+) -> None:
+    mine = ids([7] * common + [1] * tails[0])
+    prompt = ids([7] * common + [2] * tails[1])
+    journal = Journal()
+    for cut in cuts:  # digests are made piece by piece, whenever somebody looks
+        piece = mine[len(journal) : len(journal) + cut]
+        if len(piece):
+            journal.append(piece, SpanKind.PREFILL)
+        assert list(journal.blocks) == block_digests(journal.tokens)
+    view = JournalView("s", "k/a", journal.tokens, blocks=journal.blocks)
+    expected = lcp(journal.tokens, prompt)
+    assert view.shares(prompt, block_digests(prompt)) == expected
+    bare = JournalView("s", "k/a", journal.tokens)
+    assert bare.shares(prompt, block_digests(prompt)) == expected
+
+
+def test_a_dropped_pending_token_takes_its_block_digest_with_it() -> None:
+    journal = Journal()
+    journal.append(ids([7] * 2048), SpanKind.PREFILL)
+    before = journal.blocks
+    assert len(before) == 2
+    journal.drop_pending(2047)
+    journal.append([9], SpanKind.DECODE)
+    assert list(journal.blocks) == block_digests(journal.tokens)
+    assert list(before) == block_digests(ids([7] * 2048)), "what a view had before does not change"

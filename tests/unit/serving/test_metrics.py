@@ -124,6 +124,19 @@ def test_each_turn_is_one_readable_line(caplog: pytest.LogCaptureFixture) -> Non
     assert "\n" not in line(MISSED)
 
 
+def test_a_turn_that_made_way_says_for_how_long_and_others_are_not_counted() -> None:
+    parked = TurnMetrics(
+        "req-4", "done", "restore", session_id="abc", restored_from="disk", parked_ms=250.0, parks=2
+    )
+    assert line(parked).endswith(" from disk parked 2x 250 ms session abc")
+    log = MetricsLog()
+    for turn in (DONE, parked):
+        log.record(turn)
+    series = samples(log)
+    assert series["capserve_phase_seconds_count", ("parked",)] == 1
+    assert series["capserve_phase_seconds_sum", ("parked",)] == pytest.approx(0.25)
+
+
 def test_the_record_is_a_plain_dict_with_every_field() -> None:
     assert set(DONE.as_dict()) == {field.name for field in fields(TurnMetrics)}
     assert DONE.as_dict()["cached_tokens"] == 90

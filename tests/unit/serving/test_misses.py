@@ -2,30 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
+from store_harness import capsule, make_store
 
-from capserve.engine.seam import CapsulePart
 from capserve.nano import checkpoint_dir
-from capserve.serving.capsules import CapsuleKey, CapsuleStore
 from capserve.serving.journal import JournalView, TurnMark, lcp, prefix_digests
 from capserve.serving.misses import OPENING_TOKENS
 from capserve.serving.prefix import AutoPrefixPolicy, Rates
+from capserve.serving.rows import CapsuleKey
 from capserve.testing.fake_engine import fake_limits
 from capserve.text.messages import Conversation, Message, Role
 from capserve.text.prompt import Prompt, PromptBuilder
 from capserve.text.template import ChatTemplate
 from capserve.text.tokenizer import Tokenizer
-
-
-@dataclass(frozen=True)
-class Kept:
-    position: int
-    parts: Sequence[CapsulePart] = ()
-
 
 SYSTEM = Message("system", "You are a careful assistant who answers briefly.")
 FACTS = Message("user", "Which is the longest river of Europe?")
@@ -48,7 +40,7 @@ def miss(before: Prompt, now: Prompt) -> str:
     marks = (TurnMark(before.prompt_end, len(before.chain) - 1),)
     known = JournalView("s", "k/a", before.tokens, before.chain, marks)
     policy = AutoPrefixPolicy(fake_limits())
-    return str(policy.plan(now, "k/a", None, [known], CapsuleStore(1), Rates()).miss)
+    return str(policy.plan(now, "k/a", None, [known], make_store(1), Rates()).miss)
 
 
 def test_a_first_unrelated_request_has_no_candidate(builder: PromptBuilder) -> None:
@@ -98,11 +90,11 @@ def test_a_continued_reply_that_is_read_again_has_a_reason(builder: PromptBuilde
     assert begun.continues_reply
     assert len(begun.tokens) > begun.prompt_end + 50
     known = JournalView("s", "k/a", begun.tokens, begun.chain)
-    policy, store = AutoPrefixPolicy(fake_limits()), CapsuleStore(1 << 20)
+    policy, store = AutoPrefixPolicy(fake_limits()), make_store(1 << 20)
 
     def keep(position: int) -> None:
         digest = prefix_digests(begun.tokens, [position])[0]
-        store.put(CapsuleKey("k/a", position, digest), Kept(position), ())
+        store.put(CapsuleKey("k/a", position, digest), capsule(position, (position, 1)), ())
 
     keep(begun.prompt_end)
     plan = policy.plan(begun, "k/a", None, [known], store, Rates())

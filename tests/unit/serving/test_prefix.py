@@ -10,10 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from serving_harness import chain_of, ids, make_prompt, some_words, system, user
 
-from capserve.serving.capsules import CapsuleKey, Loss
-from capserve.serving.journal import JournalView, TurnMark, prefix_digests
+from capserve.serving.catalog import Loss
+from capserve.serving.footprint import Location
+from capserve.serving.journal import JournalView, TurnMark, block_digests, prefix_digests
 from capserve.serving.misses import MissKind
 from capserve.serving.prefix import AutoPrefixPolicy, HotView, PrefixAction, Rates
+from capserve.serving.rows import CapsuleKey
+from capserve.serving.tiers import DISK
 from capserve.testing.fake_engine import fake_limits
 from capserve.text.messages import Conversation
 from capserve.text.prompt import Prompt
@@ -21,18 +24,35 @@ from capserve.text.prompt import Prompt
 LIMITS = fake_limits(prefill_chunk=16, grid=4, small_state_bytes=100, kv_bytes_per_token=3)
 POLICY = AutoPrefixPolicy(LIMITS, checkpoint_interval=32)
 EXACT = replace(POLICY, exact=True)
-RATES = Rates(prefill_ms_per_token=1.0, restore_ms_per_byte=0.001)
+
+
+def rates_of(prefill: float, restore: float, disk: float = 0.004) -> Rates:
+    return Rates(prefill, 1.0, {"host": restore, DISK: disk})
+
+
+RATES = rates_of(1.0, 0.001)
 
 
 @dataclass
 class Index:
     keys: set[CapsuleKey] = field(default_factory=set)
     lost: dict[CapsuleKey, Loss] = field(default_factory=dict)
+    on_disk: dict[CapsuleKey, int] = field(default_factory=dict)
+    """Those that lie there alone, and the bytes to read."""
 
-    def add(self, namespace: str, tokens: Sequence[int]) -> CapsuleKey:
+    def add(
+        self, namespace: str, tokens: Sequence[int], read_bytes: int | None = None
+    ) -> CapsuleKey:
         key = CapsuleKey(namespace, len(tokens), prefix_digests(ids(tokens), [len(tokens)])[0])
         self.keys.add(key)
+        if read_bytes is not None:
+            self.on_disk[key] = read_bytes
         return key
+
+    def locate(self, key: CapsuleKey) -> Location:
+        if key in self.on_disk:
+            return Location(DISK, self.on_disk[key])
+        return Location("host", LIMITS.capsule_bytes(key.position))
 
     def lose(self, namespace: str, tokens: Sequence[int], loss: Loss) -> None:
         key = self.add(namespace, tokens)
@@ -57,8 +77,10 @@ def raw_prompt(tokens: Sequence[int], spliced: int = 0, prompt_end: int | None =
     return Prompt(ids(tokens), Conversation(()), (b"",), 0, end, spliced)
 
 
-def journal(name: str, tokens: Sequence[int], namespace: str = "k/a") -> JournalView:
-    return JournalView(name, namespace, ids(tokens))
+def journal(
+    name: str, tokens: Sequence[int], namespace: str = "k/a", busy: bool = False
+) -> JournalView:
+    return JournalView(name, namespace, ids(tokens), (), (), busy, block_digests(ids(tokens)))
 
 
 # -- against brute force ---------------------------------------------------------------------
@@ -69,32 +91,38 @@ HISTORY = st.lists(st.integers(0, 1), min_size=1, max_size=9)
 @settings(max_examples=400, deadline=None)
 @given(
     prompt=HISTORY,
-    histories=st.lists(st.tuples(HISTORY, st.sampled_from(["k/a", "k/b"])), max_size=4),
+    histories=st.lists(
+        st.tuples(HISTORY, st.sampled_from(["k/a", "k/a", "k/b"]), st.booleans()), max_size=4
+    ),
     hot=st.one_of(st.none(), st.tuples(st.integers(0, 3), st.integers(0, 1), st.booleans())),
-    kept=st.sets(st.tuples(st.integers(0, 3), st.integers(1, 9)), max_size=8),
+    kept=st.dictionaries(
+        st.tuples(st.integers(0, 3), st.integers(1, 9)),
+        st.one_of(st.none(), st.integers(1, 400)),
+        max_size=8,
+    ),
     spliced=st.integers(0, 9),
     exact=st.booleans(),
-    rates=st.sampled_from([RATES, Rates(1.0, 1.0), Rates(0.01, 0.001)]),
+    rates=st.sampled_from([RATES, rates_of(1.0, 1.0), rates_of(0.01, 0.001, 0.0001)]),
     at_most=st.one_of(st.none(), st.integers(0, 9)),
 )
 def test_the_plan_is_the_cheapest_state_that_starts_the_prompt(
     prompt: list[int],
-    histories: list[tuple[list[int], str]],
+    histories: list[tuple[list[int], str, bool]],
     hot: tuple[int, int, bool] | None,
-    kept: set[tuple[int, int]],
+    kept: dict[tuple[int, int], int | None],
     spliced: int,
     exact: bool,
     rates: Rates,
     at_most: int | None,
 ) -> None:
-    journals = [journal(f"s{i}", h, ns) for i, (h, ns) in enumerate(histories)]
+    journals = [journal(f"s{i}", h, ns, busy) for i, (h, ns, busy) in enumerate(histories)]
     index = Index()
-    capsules: set[tuple[str, tuple[int, ...]]] = set()
-    for which, position in kept:
+    capsules: dict[tuple[str, tuple[int, ...]], int | None] = {}
+    for (which, position), read_bytes in kept.items():
         if which < len(histories) and position <= len(histories[which][0]):
             tokens, namespace = histories[which][0][:position], histories[which][1]
-            index.add(namespace, tokens)
-            capsules.add((namespace, tuple(tokens)))
+            if capsules.setdefault((namespace, tuple(tokens)), read_bytes) == read_bytes:
+                index.add(namespace, tokens, read_bytes)
     view = None
     if hot is not None and hot[0] < len(journals):
         it = journals[hot[0]]
@@ -110,17 +138,19 @@ def test_the_plan_is_the_cheapest_state_that_starts_the_prompt(
         while live < min(len(absorbed), len(prompt)) and absorbed[live] == prompt[live]:
             live += 1
         fits = 0 < len(absorbed) <= limit and prompt[: len(absorbed)] == absorbed
+        fits = fits and not view.journal.busy
         if fits and not (exact and (len(absorbed) % 4 or not view.bit_exact)):
             left = len(prompt) - len(absorbed)
             costs.append((left * rates.prefill_ms_per_token, len(absorbed)))
-    for namespace, tokens in capsules:
+    for (namespace, tokens), read_bytes in capsules.items():
         position = len(tokens)
         if namespace != "k/a" or position > limit or tuple(prompt[:position]) != tokens:
             continue
         if exact and position % 4:
             continue
         moved = 100 + 3 * max(0, position - live)
-        cost = moved * rates.restore_ms_per_byte
+        cost = moved * rates.restore_ms_per_byte["host"]
+        cost += (read_bytes or 0) * rates.restore_ms_per_byte["disk"]
         costs.append((cost + (len(prompt) - position) * rates.prefill_ms_per_token, position))
     if not costs:
         assert plan.action is PrefixAction.REBUILD
@@ -141,6 +171,9 @@ def check_words(plan, prompt, spliced, view, journals) -> None:  # type: ignore[
         for j in journals
         if j.namespace == "k/a" and j.tokens.tolist()[:p] == prompt[:p] and len(j.tokens) >= p
     }
+    idle = {j.session_id for j in journals if not j.busy}
+    assert plan.session_id is None or plan.session_id in idle, "a busy session is nobody else's"
+    assert (plan.tier is None) == (plan.capsule is None)
     match plan.action:
         case PrefixAction.EXACT:
             assert plan.capsule is None
@@ -155,7 +188,7 @@ def check_words(plan, prompt, spliced, view, journals) -> None:  # type: ignore[
         case PrefixAction.FORK:
             assert plan.session_id is None
             assert lengths
-            assert all(length > p + 1 for length in lengths.values())
+            assert all(length > p + 1 for name, length in lengths.items() if name in idle)
         case PrefixAction.RESTORE:
             assert plan.capsule is not None
             if plan.session_id is None:
@@ -202,8 +235,55 @@ def test_the_cheaper_of_hot_state_and_capsule_is_taken() -> None:
     index = Index()
     index.add("k/a", A)
     args = (raw_prompt([*A, 1]), "k/a", hot, [hot.journal], index)
-    assert POLICY.plan(*args, Rates(1.0, 0.001)).action is PrefixAction.RESTORE
-    assert POLICY.plan(*args, Rates(0.001, 1.0)).action is PrefixAction.APPEND
+    assert POLICY.plan(*args, rates_of(1.0, 0.001)).action is PrefixAction.RESTORE
+    assert POLICY.plan(*args, rates_of(0.001, 1.0)).action is PrefixAction.APPEND
+
+
+def test_a_short_capsule_in_memory_is_weighed_against_a_long_one_on_disk() -> None:
+    index = Index()
+    index.add("k/a", A[:30])
+    index.add("k/a", A, read_bytes=100)
+    args = (raw_prompt([*A, 1]), "k/a", None, [], index)
+    near = POLICY.plan(*args, rates_of(1.0, 0.001, disk=1.0))
+    assert (near.position, near.tier) == (30, "host")
+    far = POLICY.plan(*args, rates_of(1.0, 0.001, disk=0.05))
+    assert (far.position, far.tier) == (40, DISK)
+    assert far.estimated_ms == 1.0 + 220 * 0.001 + 100 * 0.05
+
+
+def test_a_busy_session_is_forked_from_and_never_continued() -> None:
+    index = Index()
+    index.add("k/a", A[:30])
+    busy = journal("busy", A[:30], busy=True)
+    prompt = raw_prompt([*A[:30], 1])
+    plan = POLICY.plan(prompt, "k/a", None, [busy], index, RATES)
+    assert (plan.action, plan.session_id, plan.parent_id) == (PrefixAction.FORK, None, "busy")
+    idle = journal("idle", A[:30])
+    for journals in ([busy, idle], [idle, busy]):
+        plan = POLICY.plan(prompt, "k/a", None, journals, index, RATES)
+        assert (plan.action, plan.session_id) == (PrefixAction.RESTORE, "idle")
+    hot = HotView(busy, 30, bit_exact=True)
+    assert POLICY.plan(prompt, "k/a", hot, [busy], Index(), RATES).position == 0
+
+
+def test_an_old_tool_result_that_was_edited_costs_no_more_than_what_comes_after_it() -> None:
+    # Four turns, each with a boundary at its prompt's end and at its own; the third is edited.
+    journal_tokens = list(range(10, 410))
+    ends = [(80, 95), (180, 195), (280, 295), (385, 399)]
+    index = Index()
+    for pair in ends:
+        for end in pair:
+            index.add("k/a", journal_tokens[:end])
+    known = journal("s", journal_tokens)
+    hot = HotView(known, 399, bit_exact=False)
+    for edited, resumes_at in ((250, 195), (195, 195), (194, 180), (283, 280), (60, 0)):
+        prompt = raw_prompt([*journal_tokens[:edited], 9, *journal_tokens[edited + 1 :]])
+        plan = POLICY.plan(prompt, "k/a", hot, [known], index, RATES)
+        assert plan.position == resumes_at
+        if resumes_at:
+            assert (plan.action, plan.parent_id) == (PrefixAction.TRUNCATE, "s")
+        assert plan.miss is not None
+        assert plan.miss.token == edited
 
 
 def test_exact_mode_takes_neither_decoded_nor_off_grid_states() -> None:
@@ -270,6 +350,9 @@ def test_the_boundaries_of_a_prefill_are_the_places_worth_coming_back_to() -> No
     assert POLICY.boundaries(prompt, 32) == (64, 96, 97)
     assert POLICY.boundaries(prompt, 0, pin=50) == (21, 32, 50, 64, 96, 97)
     assert EXACT.boundaries(prompt, 0, pin=50) == (20, 32, 48, 64, 96)
+    marked = replace(prompt, breakpoints=(40, 97))
+    assert POLICY.boundaries(marked, 0) == (21, 32, 40, 64, 96, 97)
+    assert EXACT.boundaries(replace(prompt, breakpoints=(43,)), 0) == (20, 32, 40, 64, 96)
     assert POLICY.boundaries(prompt, 100) == ()
     assert POLICY.boundaries(raw_prompt([1, 2, 3], prompt_end=0), 0) == ()
 
@@ -286,6 +369,12 @@ def test_a_commit_is_kept_anywhere_but_in_exact_mode_only_where_bits_are_equal()
     assert EXACT.on_commit(36, bit_exact=True)
     assert not EXACT.on_commit(36, bit_exact=False)
     assert not EXACT.on_commit(37, bit_exact=True)
+
+
+def test_a_cancelled_reply_is_kept_once_it_is_long_enough_to_be_worth_it() -> None:
+    assert not POLICY.on_commit(99, bit_exact=False, cancelled_after=63)
+    assert POLICY.on_commit(100, bit_exact=False, cancelled_after=64)
+    assert not EXACT.on_commit(100, bit_exact=False, cancelled_after=64)
 
 
 def test_a_pin_is_the_prompts_end_or_that_many_tokens() -> None:
@@ -309,5 +398,5 @@ def test_a_plan_over_a_long_history_reads_arrays_and_not_tokens() -> None:
     index.holds = lambda key: bool(asked.append(key)) or holds(key)  # type: ignore[method-assign]
     prompt = Prompt(tokens, Conversation(()), (b"",), 0, len(tokens))
     plan = POLICY.plan(prompt, "k/a", None, [], index, RATES)
-    assert plan.position == 198_000
+    assert (plan.action, plan.position) == (PrefixAction.RESTORE, 198_000)
     assert len(asked) == 99

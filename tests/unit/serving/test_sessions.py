@@ -64,3 +64,38 @@ def test_a_session_is_hot_only_where_its_journal_is() -> None:
     for position in (8, 11):
         with pytest.raises(AssertionError, match="journal 10 tokens"):
             registry.mark_hot(session, position)
+
+
+def test_a_busy_session_neither_expires_nor_makes_room() -> None:
+    registry = SessionRegistry(max_active=1, idle_ttl_s=10.0)
+    busy = add(registry, 0.0)
+    busy.busy = True
+    idle, newest = add(registry, 1.0), add(registry, 2.0)
+    registry.trim()
+    assert registry.all() == [busy, newest], "the idle one goes before the one that is worked on"
+    registry.expire(99.0)
+    assert registry.all() == [busy]
+    assert registry.named(idle.id) is None
+    with pytest.raises(AssertionError, match="a turn works on"):
+        registry.drop(busy)
+    assert busy.view().busy
+
+
+def test_whoever_watches_hears_of_each_end_once() -> None:
+    registry = SessionRegistry(max_active=1, idle_ttl_s=10.0)
+    gone: list[str] = []
+    registry.watch_ends(gone.append)
+    first, second, third = add(registry, 0.0), add(registry, 0.0), add(registry, 0.0)
+    registry.drop(first)
+    registry.trim()
+    registry.expire(99.0)
+    assert gone == [first.id, second.id, third.id]
+
+
+def test_a_session_that_lived_before_comes_back_under_its_name_once() -> None:
+    registry = SessionRegistry(max_active=9, idle_ttl_s=10.0)
+    session = Session("as before", "k/a", journal(5), 0.0)
+    registry.add(session)
+    assert registry.named("as before") is session
+    with pytest.raises(AssertionError, match="is alive"):
+        registry.add(session)

@@ -8,7 +8,7 @@ import pytest
 from serving_harness import ids
 
 from capserve.serving.transcripts import Transcripts, record_bytes
-from capserve.text.messages import Message
+from capserve.text.messages import Conversation, Message
 from capserve.text.prompt import TurnRecord
 
 
@@ -106,3 +106,23 @@ def test_one_thread_writes_while_others_read() -> None:
     assert transcripts.used_bytes == sum(
         record_bytes(kept) for kept in transcripts._records.values()
     )
+
+
+def test_publishing_tells_which_records_left() -> None:
+    size = record_bytes(record("1"))
+    transcripts = Transcripts(budget_bytes=2 * size)
+    assert transcripts.publish("k/a", b"one", record("1")) == []
+    assert transcripts.publish("k/a", b"two", record("2")) == []
+    assert transcripts.publish("k/a", b"three", record("3")) == [("k/a", b"one")]
+    assert transcripts.publish("k/a", b"huge", record("4", tokens=10_000)) == [("k/a", b"huge")]
+
+
+def test_a_session_is_known_by_its_id_until_it_is_dropped() -> None:
+    transcripts, told = Transcripts(), record("told")
+    transcripts.set_session("s", "k/a", Conversation(told.messages), told)
+    known = transcripts.session("s")
+    assert known is not None
+    assert (known.namespace, known.record) == ("k/a", told)
+    transcripts.drop_session("s")
+    assert transcripts.session("s") is None
+    transcripts.drop_session("s")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 
 import pytest
 from serving_harness import (
@@ -27,6 +28,7 @@ from capserve.errors import (
     TooLargeError,
     UnavailableError,
 )
+from capserve.serving.footprint import Footprint, TierFootprint
 from capserve.serving.turn import Finished, TurnEvent
 from capserve.testing.fake_engine import FakeEngine, fake_limits
 
@@ -244,3 +246,19 @@ def test_stopping_cancels_the_running_turn_and_fails_the_waiting_ones() -> None:
         stopper.join(WAIT_S)
         assert [error.status for error in errors] == [503] * 4
     assert s.metrics.health()["by_state"] == {"rejected": 3, "cancelled": 1}
+
+
+def test_what_is_switched_off_is_named_while_the_server_says_that_it_is_well() -> None:
+    with serving() as s:
+        whole = s.store.footprint
+        assert s.worker.health()["degraded"] == []
+
+        def without_disk() -> Footprint:
+            tiers = {**whole().tiers, "disk": TierFootprint(0, 0, 0, "no space left")}
+            return replace(whole(), tiers=tiers)
+
+        s.store.footprint = without_disk  # type: ignore[method-assign]
+        finished(s.ask(make_prompt([QUESTION]))[0])
+        health = s.worker.health()
+        assert (health["status"], health["degraded"]) == ("ok", ["disk: no space left"])
+        s.store.footprint = whole  # type: ignore[method-assign]

@@ -21,8 +21,11 @@ from serving_harness import (
 )
 
 from capserve.engine.seam import Sampling
+from capserve.serving.capsules import CapsuleLostError
+from capserve.serving.footprint import Taken
 from capserve.serving.journal import SpanKind
 from capserve.serving.lifecycle import FinishReason
+from capserve.serving.rows import CapsuleKey
 from capserve.serving.sessions import SessionRegistry
 from capserve.serving.turn import Delta, TurnEvent
 from capserve.testing.fake_engine import FakeEngine, fake_limits
@@ -344,3 +347,25 @@ def test_a_sink_that_raises_ends_its_own_turn_only() -> None:
         _, sink = s.ask(prompt)
         expected = cold_reply(s.engine.limits, prompt, Sampling(end_tokens=(END,)), 8)
         assert sink.tokens == expected
+
+
+def test_a_capsule_that_can_not_be_read_back_costs_its_reuse_and_not_the_turn() -> None:
+    with serving() as s:
+        prompt = make_prompt([SYSTEM, QUESTION])
+        finished(s.ask(prompt)[0])
+        finished(s.ask(make_prompt([user(some_words(9, seed=9))]))[0])
+        get = s.store.get
+        lost: list[int] = []
+
+        def torn(key: CapsuleKey) -> Taken:
+            s.store.get = get  # type: ignore[method-assign]
+            lost.append(key.position)
+            s.store.drop(key)
+            raise CapsuleLostError("planted: the file is torn")
+
+        s.store.get = torn  # type: ignore[method-assign]
+        end, sink = s.ask(prompt)
+        assert lost == [prompt.prompt_end]
+        assert finished(end).metrics.cached_tokens == 152  # the end of the system message
+        assert sink.tokens == cold_reply(s.engine.limits, prompt, Sampling(end_tokens=(END,)), 8)
+        assert s.worker.health()["faults"] == 0

@@ -1,0 +1,64 @@
+"""What do the callers of the disk tier and its writer share?
+
+The index, the queue and the fault, under one condition that nobody holds across I/O. Every method
+but the constructor is called with it held.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+
+from capserve.serving.disk_index import DiskIndex
+from capserve.serving.disk_queue import Change, PutSession, PutTurn, WriteQueue
+from capserve.serving.rows import CapsuleKey
+
+
+class DiskState:
+    def __init__(self, budget_bytes: int, pending_bytes: int) -> None:
+        self.budget_bytes = budget_bytes
+        self.most_pending_bytes = pending_bytes
+        self.condition = threading.Condition()
+        self.index = DiskIndex()
+        self.queue = WriteQueue()
+        self.touched: dict[CapsuleKey, float] = {}
+        """Uses that the manifest does not know yet."""
+        self.evicted: list[CapsuleKey] = []
+        self.dropped_saves = 0
+        self.refused_saves = 0
+        self.fault: str | None = None
+        self.retry_at = 0.0
+        """Monotonic seconds from which a save is taken in spite of the fault."""
+        self.busy = True
+        """The writer has taken changes out of the queue that are not written yet."""
+        self.generation = 0
+        """Counts the manifests that were begun anew."""
+        self.flushing = 0
+        self.closing = False
+
+    def is_off(self) -> bool:
+        return self.closing or (self.fault is not None and time.monotonic() < self.retry_at)
+
+    def has_work(self) -> bool:
+        if self.fault is not None:
+            return self.queue.heavy > 0
+        return len(self.queue) > 0 or bool(self.touched and (self.flushing or self.closing))
+
+    def settled(self) -> bool:
+        return not self.busy and not self.has_work()
+
+    def put(self, change: Change) -> None:
+        if not self.closing:
+            self.queue.put(change, self.index.parts)
+            self.condition.notify_all()
+
+    def put_heavy(self, change: PutSession | PutTurn) -> None:
+        if not self.is_off():
+            self.put(change)
+            self.give_up(self.queue.trim(self.most_pending_bytes))
+
+    def give_up(self, keys: Sequence[CapsuleKey]) -> None:
+        """Saves that will not be written."""
+        self.dropped_saves += len(keys)
+        self.evicted.extend(keys)

@@ -1,0 +1,62 @@
+"""2,000 steps of everything that may happen to a server with a disk, each turn against a cold run.
+
+The steps are the same on every run. CAPSERVE_MACHINE_STEPS=20000 takes that many new ones, and lets
+Hypothesis shrink what fails.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import hypothesis
+import pytest
+from hypothesis import HealthCheck, Phase
+from hypothesis.stateful import run_state_machine_as_test
+
+from capserve.engine.runtime import TorchEngine
+from capserve.serving.prefix import PrefixAction
+from tests.reuse.ledger import Ledger
+from tests.reuse.machine import World, machine
+
+ASKED = int(os.environ.get("CAPSERVE_MACHINE_STEPS", "0"))
+STEPS = 2000
+STEPS_A_RUN = 50
+
+EVERY_STEP = {
+    *("turn", "edit", "retry", "go on", "named turn"),
+    *("cancel in prefill", "cancel in decode", "cancel while parked", "park"),
+    *("undo", "fork", "delete", "pin", "unpin"),
+    *("demote", "evict", "check"),
+    *("restart", "crash", "crash in a turn"),
+    *("disk full", "disk has room", "disk slow"),
+    *("damage: flip", "damage: cut", "damage: lose"),
+    *("damage: manifest head", "damage: manifest middle", "damage: manifest cut"),
+}
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(0 if ASKED else 600)]
+
+
+def test_whatever_happens_every_reply_equals_a_cold_run_and_every_account_its_bytes(
+    short_segments: Callable[[], tuple[TorchEngine, TorchEngine]],
+    ledger: Ledger,
+    tmp_path: Path,
+) -> None:
+    world = World(short_segments, ledger, tmp_path)
+    settings = hypothesis.settings(
+        # One more run than needed: some steps find nothing to do.
+        max_examples=(ASKED or STEPS) * 5 // 4 // STEPS_A_RUN,
+        stateful_step_count=STEPS_A_RUN,
+        derandomize=not ASKED,
+        database=None,
+        deadline=None,
+        phases=(Phase.generate, Phase.shrink) if ASKED else (Phase.generate,),
+        suppress_health_check=list(HealthCheck),
+    )
+    run_state_machine_as_test(lambda: machine(world), settings=settings)
+    done = set(ledger.steps)
+    assert done >= EVERY_STEP, f"never happened: {EVERY_STEP - done}"
+    assert set(ledger.actions) == set(PrefixAction), f"too little was tried: {ledger.actions}"
+    assert set(ledger.tiers) == {"host", "disk"}
+    assert ledger.steps.total() >= (ASKED or STEPS)
