@@ -156,6 +156,19 @@ PLANTED = (
     ),
     Planted(
         "I5",
+        "what a cancelled prefill has read is thrown away, so that a retry never comes further",
+        "reuse/test_reuse_paths.py"
+        "::test_ten_impatient_retries_of_a_long_prompt_each_come_further[False]",
+        (
+            Edit(
+                "serving/turn_run.py",
+                "            self._keep_what_was_done()\n            return Cancelled()\n",
+                "            return Cancelled()\n",
+            ),
+        ),
+    ),
+    Planted(
+        "I5",
         "a decode that was parked goes on as if it had said nothing yet",
         "unit/serving/test_worker_schedule.py"
         "::test_a_short_turn_runs_inside_a_long_one_and_both_say_what_they_would_have_said[step-9]",

@@ -5,7 +5,9 @@ from __future__ import annotations
 import io
 import json
 import tarfile
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -20,13 +22,15 @@ from harness import (
     chat_body,
     fake_engine,
     serving,
+    spelled,
     tokenizer,
     user,
 )
 
+from capserve.api import file_stream
 from capserve.api.auth import KeyRing
 from capserve.errors import ConflictError
-from capserve.serving.orders import DeleteSession, ExportSession, UndoSession
+from capserve.serving.orders import DeleteSession, Exported, ExportSession, UndoSession
 from capserve.text.markup import EMPTY_THINK
 
 SYSTEM = {"role": "system", "content": "You count sheep, one by one, and say so. " * 8}
@@ -77,6 +81,11 @@ def error_of(response: httpx.Response, status: int) -> dict[str, Any]:
     return error
 
 
+def prompt_of(body: dict[str, Any]) -> list[int]:
+    ids: list[int] = body["choices"][0].get("prompt_token_ids") or body["prompt_token_ids"]
+    return ids
+
+
 # -- a chat that names its session -------------------------------------------------------------
 
 
@@ -98,6 +107,53 @@ def test_a_whole_history_with_the_sessions_id_is_not_put_behind_itself(served: S
     body = served.post(sent).json()
     assert body["capserve"]["session_id"] == session_id
     assert shown(served, session_id)["messages"] == len(messages) + 2
+
+
+@pytest.mark.parametrize(
+    ("turns", "edited"),
+    [
+        (2, [user("EDITED")]),
+        (2, [user("EDITED"), {"role": "assistant", "content": "edited, too"}, user("go on")]),
+        (1, [user("EDITED"), {"role": "assistant", "content": "edited, too"}, user("go on")]),
+    ],
+)
+def test_an_edited_history_is_what_it_says_whatever_the_session_had(
+    served: Served, turns: int, edited: list[dict[str, Any]]
+) -> None:
+    session_id, _ = begin(served, "to be edited")
+    for _ in range(turns - 1):
+        goes_on(served, session_id, "another turn")
+    sent = {**chat_body([SYSTEM, *edited]), **QUIET, "return_token_ids": True}
+    named = served.post(sent | {"session_id": session_id})
+    assert named.status_code == 200, named.text
+    assert named.json()["capserve"]["session_id"] == session_id
+    cold = served.post(sent | {"prompt_cache_key": "cold"}).json()
+    assert prompt_of(named.json()) == prompt_of(cold)
+
+
+def test_a_cancelled_edit_leaves_the_session_as_its_client_knows_it() -> None:
+    replies = Replies()
+    replies.say = {"more": "long words " * 60}
+    engine = fake_engine(replies)
+    with serving(engine) as served:
+        session_id, messages = begin(served, "one")
+        _, others = begin(served, "OTHER")
+        gate = engine.hold("step", 2)
+        before = len(served.worker.items)
+        sent = {**chat_body([*others, user("more")]), **QUIET, "session_id": session_id}
+        with served.raw({**sent, "stream": True}):
+            gate.wait_arrived()
+        served.worker.wait_cancelled(served.worker.wait_taken(before + 1))
+        gate.open()
+        served.worker.wait_idle()
+        ends = {b["messages"] for b in shown(served, session_id)["boundaries"]}
+        assert ends <= {None}, "places where messages of another conversation end"
+        fork = at(served, f"/{session_id}/fork", {"turns": 0}).json()["data"][0]["id"]
+        assert shown(served, fork)["messages"] == len(messages)
+        body = goes_on(served, fork, "go on", return_token_ids=True)
+        whole = {**chat_body([*messages, user("go on")]), **QUIET, "return_token_ids": True}
+        assert prompt_of(body) == prompt_of(served.post(whole).json())
+        assert spelled(prompt_of(body)).count("OTHER") == 0
 
 
 def test_an_openai_client_continues_a_session_with_an_extra_field(served: Served) -> None:
@@ -301,6 +357,45 @@ def test_a_session_with_a_running_turn_can_not_be_cut(order: type[Any]) -> None:
         assert shown(served, session_id)["turns"] == 2
 
 
+def test_an_export_of_what_lies_on_disk_leaves_it_there(tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    with serving(fake_engine(), capsule_dir=store) as served:
+        session_id, _ = begin(served, "on disk")
+        assert served.disk is not None
+        assert served.disk.flush(WAIT_S)
+        here = exported(served, session_id, "?include=all")
+    with serving(fake_engine(), capsule_dir=store) as served:
+        before = shown(served, session_id)["boundaries"]
+        assert {boundary["tier"] for boundary in before} == {"disk"}
+        assert len(exported(served, session_id, "?include=all")) == len(here)
+        assert shown(served, session_id)["boundaries"] == before
+
+
+def test_one_file_goes_out_at_a_time(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    session_id, _ = begin(served, "two readers")
+    begun, go_on = threading.Event(), threading.Event()
+    real = file_stream.pieces
+
+    def waits(found: Exported) -> Iterator[bytes | memoryview]:
+        begun.set()
+        assert go_on.wait(WAIT_S)
+        yield from real(found)
+
+    with monkeypatch.context() as patch, ThreadPoolExecutor() as pool:
+        patch.setattr(file_stream, "pieces", waits)
+        first = pool.submit(exported, served, session_id)
+        assert begun.wait(WAIT_S)
+        try:
+            error = error_of(at(served, f"/{session_id}/export"), 429)
+        finally:
+            go_on.set()
+        assert error["code"] == "queue_full"
+        assert len(first.result(WAIT_S)) > 1024
+    assert exported(served, session_id)
+    assert error_of(at(served, "/nobody/export"), 404)
+    assert exported(served, session_id), "a refused export keeps nobody waiting"
+
+
 # -- from one server to another ----------------------------------------------------------------
 
 
@@ -311,8 +406,8 @@ def exported(served: Served, session_id: str, query: str = "") -> bytes:
     return response.content
 
 
-def imported(served: Served, file: bytes) -> httpx.Response:
-    return served.http.post("/v1/sessions/import", content=file, headers=TAR)
+def imported(served: Served, file: bytes, query: str = "") -> httpx.Response:
+    return served.http.post(f"/v1/sessions/import{query}", content=file, headers=TAR)
 
 
 @pytest.mark.parametrize("query", ["", "?include=all"])
@@ -352,6 +447,54 @@ def test_a_torn_or_foreign_file_is_one_clear_400_and_leaves_nothing(served: Serv
     assert imported(served, file).status_code == 201
 
 
+def with_session(file: bytes, **change: Any) -> bytes:
+    """The file with other values in session.json, and right checksums."""
+    with tarfile.open(fileobj=io.BytesIO(file), mode="r:") as tar:
+        files = {m.name: tar.extractfile(m).read() for m in tar}  # type: ignore[union-attr]
+    files["session.json"] = json.dumps(json.loads(files["session.json"]) | change).encode()
+    del files["checksums.json"]
+    sums = {name: sha256(content).hexdigest() for name, content in files.items()}
+    files["checksums.json"] = json.dumps(sums).encode()
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w:", format=tarfile.USTAR_FORMAT) as tar:
+        for name, content in files.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content))
+    return out.getvalue()
+
+
+TALK = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+
+
+@pytest.mark.parametrize(
+    ("talk", "param"),
+    [
+        ({"messages": []}, "messages"),
+        ({"tools": [{"a": 1}]}, "tools[0].type"),
+        ({"template_kwargs": {"messages": [1]}}, "chat_template_kwargs"),
+        ({"template_kwargs": {"tools": 3}}, "chat_template_kwargs"),
+    ],
+)
+def test_a_file_that_no_request_could_have_led_to_is_a_400_that_names_why(
+    served: Served, talk: dict[str, Any], param: str
+) -> None:
+    session_id, _ = begin(served, "odd file")
+    before = ids_of(served)
+    whole = {"messages": TALK, "tools": [], "template_kwargs": None} | talk
+    file = with_session(
+        exported(served, session_id), turns=[], marks=[], conversation=json.dumps(whole)
+    )
+    assert error_of(imported(served, file), 400)["param"] == param
+    assert ids_of(served) == before
+
+
+def test_a_turn_without_messages_is_a_400(served: Served) -> None:
+    session_id, _ = begin(served, "no turn")
+    file = with_session(exported(served, session_id), turns=[[2, 0]])
+    assert error_of(imported(served, file), 400)["code"] == "bad_capsule"
+
+
 def test_parts_under_each_others_names_are_refused_by_the_engine(served: Served) -> None:
     session_id, _ = begin(served, "swapped")
     with tarfile.open(fileobj=io.BytesIO(exported(served, session_id))) as tar:
@@ -368,7 +511,9 @@ def test_parts_under_each_others_names_are_refused_by_the_engine(served: Served)
             info.size = len(content)
             tar.addfile(info, io.BytesIO(content))
     before = ids_of(served)
-    assert error_of(imported(served, out.getvalue()), 400)["code"] == "bad_capsule"
+    # In another namespace, where no state of these tokens is there already.
+    refused = imported(served, out.getvalue(), "?prompt_cache_key=elsewhere")
+    assert error_of(refused, 400)["code"] == "bad_capsule"
     assert ids_of(served) == before
     assert served.http.get("/health").json()["faults"] == 0
     served.store.check()

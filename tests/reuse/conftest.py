@@ -45,14 +45,14 @@ def engines() -> Engines:
 
 
 @pytest.fixture
-def short_segments(monkeypatch: pytest.MonkeyPatch) -> Callable[[], tuple[TorchEngine, TorchEngine]]:
+def short_segments(monkeypatch: pytest.MonkeyPatch) -> tuple[TorchEngine, TorchEngine]:
     """A hot and a cold engine whose KV is cut into parts of 64 tokens, so that short prompts share
     parts as long ones do. Good for one test."""
     for module in (capsule, history, runtime, shelf):
         monkeypatch.setattr(module, "SEGMENT_TOKENS", 64)
-    pair = (_load(64), _load(64))
-    assert pair[0].limits.segment_tokens == 64
-    return lambda: pair
+    hot, cold = _load(64), _load(64)
+    assert hot.limits.segment_tokens == 64
+    return hot, cold
 
 
 @pytest.fixture(autouse=True)

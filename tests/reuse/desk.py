@@ -1,23 +1,18 @@
-"""The serving layer on a real engine, wired as the command line wires it.
+"""One server without its wire: what do its clients hear, and is it what a cold run says?
 
-A `Desk` is one server without its wire: `ask` renders, submits, waits, and compares the turn with a
-cold run. The engine is wrapped, so that a test can act inside an exact call of it. With a directory
-it has a disk, and can be started again, or killed and started again: a `Server` is what one process
-has in memory.
+`Desk.ask` renders, submits, waits, and compares the turn with a cold run. The engine is wrapped, so
+that a test can act inside an exact call of it. With a directory the server has a disk, and can be
+started again, or killed and started again.
 """
 
 from __future__ import annotations
 
 import itertools
-import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cache
-from pathlib import Path
-from types import MappingProxyType
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -25,131 +20,30 @@ from capserve.api.named import Subject, best_record
 from capserve.engine.capsule import TorchCapsule
 from capserve.engine.runtime import TorchEngine
 from capserve.engine.seam import Sampling, TokenLogprob
-from capserve.nano import checkpoint_dir
-from capserve.serving.archive import Archive, revive
 from capserve.serving.capsules import CapsuleStore
-from capserve.serving.desk import SessionDesk
-from capserve.serving.disk import DiskTier
-from capserve.serving.keeper import Keeper
 from capserve.serving.lifecycle import FinishReason
-from capserve.serving.limits import Limits
-from capserve.serving.metrics import MetricsLog
 from capserve.serving.orders import SessionOrder
-from capserve.serving.prefix import AutoPrefixPolicy, PrefixAction, Rates
-from capserve.serving.rates import RateMeter
+from capserve.serving.prefix import PrefixAction
 from capserve.serving.sessions import SessionRegistry
 from capserve.serving.transcripts import KnownSession, Transcripts
 from capserve.serving.turn import CancelToken, Failed, Finished, TurnRequest, WorkItem
 from capserve.serving.worker import EngineWorker
 from capserve.text.messages import Conversation, Message
-from capserve.text.output import OutputSpec, TurnOutput
-from capserve.text.prompt import Prompt, PromptBuilder
-from capserve.text.template import ChatTemplate
-from capserve.text.tokenizer import Tokenizer
+from capserve.text.output import OutputSpec
+from capserve.text.prompt import Prompt
 from tests.engine.helpers import assert_same_bits, live_bits
 from tests.reuse.cold import ColdRun
 from tests.reuse.faults import DiskSeam
 from tests.reuse.ledger import Ledger
+from tests.reuse.server import Server, Setup, texts
 from tests.reuse.wire import WAIT_S, Collector, Wire, killed
 
 ON = 64
 """Tokens after the prompt that are compared wherever the state is the turn's own."""
 
-SLOW = Rates(prefill_ms_per_token=500.0, decode_ms_per_token=500.0)
-"""Far slower than any machine: a schedule that believes it never sees a turn outlive its estimate,
-so that what it decides does not depend on this machine's speed."""
-
 _names = itertools.count(1)
 
 R = TypeVar("R")
-
-
-@dataclass(frozen=True)
-class Setup:
-    """What the person who starts the server chose."""
-
-    budget_bytes: int = 256 << 20
-    checkpoint_interval: int = 128
-    max_active_sessions: int = 64
-    exact: bool = False
-    schedule: Literal["fair", "fifo"] = "fair"
-    directory: Path | None = None
-    disk_bytes: int = 1 << 30
-
-
-@cache
-def texts() -> tuple[Tokenizer, PromptBuilder, tuple[int, ...]]:
-    """Of the embedded checkpoint: tokenizer, prompts, end tokens."""
-    path = checkpoint_dir()
-    tokenizer = Tokenizer.from_dir(path)
-    generation = json.loads((path / "generation_config.json").read_text())
-    prompts = PromptBuilder(tokenizer, ChatTemplate.from_dir(path))
-    return tokenizer, prompts, tuple(generation["eos_token_id"])
-
-
-class _Orders:
-    """Carries out orders, and whatever a test wants done in the worker's thread."""
-
-    def __init__(self, desk: SessionDesk) -> None:
-        self._desk = desk
-
-    def execute(self, order: SessionOrder | Callable[[], Any]) -> Any:
-        return order() if callable(order) else self._desk.execute(order)
-
-
-@dataclass(frozen=True)
-class Server:
-    worker: EngineWorker
-    transcripts: Transcripts
-    store: CapsuleStore
-    sessions: SessionRegistry
-    disk: DiskTier | None
-
-    @classmethod
-    def start(cls, engine: Wire, setup: Setup) -> Server:
-        tokenizer, prompts, end_tokens = texts()
-        size = engine.limits.max_positions
-        limits = Limits(
-            max_prompt_tokens=size,
-            max_output_tokens=size,
-            max_active_sessions=setup.max_active_sessions,
-            capsule_budget_bytes=MappingProxyType({"host": setup.budget_bytes}),
-            schedule=setup.schedule,
-            # Whoever comes while another one runs is let in, if shorter.
-            fair_share=0.99,
-            min_slice_ms=0.0,
-            short_turn_ms=float("inf"),
-        )
-        disk = None
-        if setup.directory is not None:
-            fingerprint = engine.limits.fingerprint
-            disk = DiskTier.open(setup.directory, fingerprint, setup.disk_bytes)
-        engine.engine.reset()  # a process begins with nothing
-        store = CapsuleStore(engine, limits.capsule_budget_bytes, disk)
-        sessions = SessionRegistry(limits.max_active_sessions, limits.session_idle_ttl_s)
-        transcripts = Transcripts()
-        archive, keeper = Archive(transcripts, disk), Keeper(engine, store, sessions)
-        desk = SessionDesk(engine, store, keeper, sessions, transcripts, archive, prompts)
-        worker = EngineWorker(
-            engine,
-            limits,
-            AutoPrefixPolicy(engine.limits, setup.exact, setup.checkpoint_interval),
-            store,
-            sessions,
-            transcripts,
-            MetricsLog(),
-            lambda spec: TurnOutput(spec, tokenizer, end_tokens),
-            prompts,
-            archive=archive,
-            desk=_Orders(desk),
-            # Plans must not depend on this machine's speed.
-            meter=RateMeter(None if disk is None else SLOW, weight=0.0),
-            idle_check_s=600.0,  # upkeep would look at the engine while a test does
-        )
-        if disk is not None:
-            revive(sessions, transcripts, store, disk, time.time())
-        worker.start()
-        return cls(worker, transcripts, store, sessions, disk)
 
 
 @dataclass(frozen=True)
@@ -385,9 +279,7 @@ class Desk:
         action = end.metrics.prefix_action
         try:
             if state is None and not more.tokens and not strict:
-                self.ledger.add(
-                    self.cold.compare(prompt.tokens, sampling, output, sink.logprobs)
-                )
+                self.ledger.add(self.cold.compare(prompt.tokens, sampling, output, sink.logprobs))
             else:
                 self._follow(prompt, sampling, sink, state, more)
         except AssertionError as error:
@@ -452,7 +344,7 @@ def _assert_ended_in_its_place(
 @contextmanager
 def desk(
     hot: TorchEngine,
-    cold: TorchEngine,
+    cold: TorchEngine | ColdRun,
     ledger: Ledger,
     *,
     seam: DiskSeam | None = None,
@@ -462,8 +354,9 @@ def desk(
     at the end."""
     chosen = Setup(**setup)
     engine = Wire(hot)
+    cold_run = cold if isinstance(cold, ColdRun) else ColdRun(cold)
     server = Server.start(engine, chosen)
-    made = Desk(engine, chosen, server, ColdRun(cold), ledger, seam or DiskSeam())
+    made = Desk(engine, chosen, server, cold_run, ledger, seam or DiskSeam())
     try:
         yield made
     finally:

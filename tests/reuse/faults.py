@@ -106,7 +106,7 @@ def part_files(directory: Path) -> list[Path]:
 
 
 def damage(file: Path, how: str, at: int) -> None:
-    """`how`: "flip" a byte, "cut" the end off, "lose" the file. `at` says where, modulo its size."""
+    """`how`: "flip" a byte, "cut" the end off, "lose" the file. `at`: where, modulo its size."""
     if how == "lose":
         file.unlink()
         return

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,6 +16,7 @@ from tests.reuse.conftest import Engines
 from tests.reuse.desk import Ask, Desk, desk
 from tests.reuse.ledger import Ledger
 from tests.reuse.talks import RESULTS, SYSTEM, TOOLS, WORDS, Talk
+from tests.reuse.wire import A_THREAD_DIES
 
 SAMPLED = Sampling(temperature=0.8, top_p=0.95, top_k=60, seed=11, drafts=3)
 GREEDY = Sampling(drafts=4)
@@ -175,3 +179,33 @@ def test_a_retry_after_a_cancelled_decode_says_what_the_first_would_have_said(
     end = turn(server, talk, Ask(sampling))
     assert end.metrics.cached_tokens >= end.metrics.prompt_tokens - 10
     assert server.last_output[: len(told)] == told
+
+
+@A_THREAD_DIES
+@pytest.mark.parametrize("exact", [False, True])
+def test_ten_impatient_retries_of_a_long_prompt_each_come_further(
+    engines: Engines, ledger: Ledger, tmp_path: Path, exact: bool
+) -> None:
+    """A client whose timeout is shorter than the prefill gets its answer all the same."""
+    setup: dict[str, Any] = {"checkpoint_interval": 4096, "exact": exact, "directory": tmp_path}
+    with desk(*engines(64, "float32"), ledger, **setup) as server:
+        talk = Talk(system="", thinking=False)
+        talk.say("\n\n".join([WORDS[5]] * 3), RESULTS[0])
+        ask = Ask(GREEDY, max_tokens=8, on=False)
+        known = 0
+        for tries in range(1, 11):
+            # Each time it leaves after one chunk; every third time the server is killed, too.
+            end = server.ask(talk.conversation(), replace(ask, cancel=("extend", 1)))
+            assert isinstance(end, Failed)
+            assert end.metrics.cached_tokens == known, "the work of the last try is lost"
+            known += end.metrics.new_prefill_tokens
+            assert known == 64 * tries
+            if tries % 3 == 0:
+                disk = server.server.disk
+                assert disk is not None
+                assert disk.flush(60.0)
+                server.die()
+                server.start()
+        assert end.metrics.prompt_tokens > known, "there was nothing left to read"
+        end = turn(server, talk, ask)
+        assert end.metrics.cached_tokens == known

@@ -34,10 +34,11 @@ from capserve.serving.transcripts import KnownSession
 from capserve.serving.turn import Finished
 from capserve.text.messages import Conversation, Message
 from tests.reuse.cold import ColdRun
-from tests.reuse.desk import Ask, Desk, Server, Setup, continued, texts
+from tests.reuse.desk import Ask, Desk, continued
 from tests.reuse.faults import DiskSeam
 from tests.reuse.ledger import Ledger
 from tests.reuse.machine import MOST_TOKENS, RESULTS, SYSTEM, WORDS
+from tests.reuse.server import Server, Setup, texts
 from tests.reuse.talks import TOOLS, Talk
 from tests.reuse.wire import Wire
 
@@ -67,9 +68,7 @@ def setup(directory: Path) -> Setup:
 def serve(engine: TorchEngine, seed: int, directory: Path) -> None:
     """Serve until killed."""
     wire, chosen = Wire(engine), setup(directory)
-    server = Desk(
-        wire, chosen, Server.start(wire, chosen), ColdRun(engine), Ledger(), DiskSeam()
-    )
+    server = Desk(wire, chosen, Server.start(wire, chosen), ColdRun(engine), Ledger(), DiskSeam())
     clients = [
         threading.Thread(target=_client, args=(server, random.Random(f"{seed} {number}")))
         for number in range(CLIENTS)

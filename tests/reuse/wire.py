@@ -11,6 +11,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
+import pytest
+
 from capserve.engine.runtime import TorchEngine
 from capserve.engine.seam import (
     MAX_DRAFTS,
@@ -26,6 +28,13 @@ from capserve.serving.turn import Delta, Failed, Finished, TurnEvent
 
 WAIT_S = 60.0
 """Longest that a turn may take on a busy machine."""
+
+
+A_THREAD_DIES = pytest.mark.filterwarnings(
+    r"ignore:Exception in thread capserve-(engine|disk)[\s\S]*SystemExit"
+    ":pytest.PytestUnhandledThreadExceptionWarning"
+)
+"""For tests in which a process is killed: its threads end by `killed`."""
 
 
 def killed() -> NoReturn:

@@ -28,7 +28,8 @@ class Subject:
     conversation: Conversation
     namespace: str
     session: KnownSession | None = None
-    """The one that it named."""
+    """The one that it named. It has a record only where `conversation` starts with its messages:
+    an edited history does not."""
 
 
 def subject(
@@ -63,7 +64,10 @@ def subject(
             "Fork it first.",
             param="n",
         )
-    return Subject(_continued(sent, session, prompts), session.namespace, session)
+    talk = _continued(sent, session, prompts)
+    if not _starts(session.record, talk, prompts):
+        session = replace(session, record=None)
+    return Subject(talk, session.namespace, session)
 
 
 def _continued(sent: Conversation, session: KnownSession, prompts: PromptBuilder) -> Conversation:
@@ -76,15 +80,24 @@ def _continued(sent: Conversation, session: KnownSession, prompts: PromptBuilder
         tools=sent.tools or known.tools,
         template_kwargs=sent.template_kwargs or known.template_kwargs,
     )
-    count = len(known.messages)
-    if len(sent.messages) >= count:
-        # Under the same tools, so that only the messages decide.
-        own = replace(sent, messages=known.messages)
-        if prompts.chain(own)[count] == prompts.chain(sent)[count]:
-            return sent
+    if _starts(known, sent, prompts):
+        return sent
     if known.messages[0].role == sent.messages[0].role == "system":
         return sent
     return replace(sent, messages=known.messages + sent.messages)
+
+
+def _starts(
+    known: Conversation | TurnRecord | None, talk: Conversation, prompts: PromptBuilder
+) -> bool:
+    """Do the messages of `known` mean the same as the first ones of `talk`?"""
+    count = 0 if known is None else len(known.messages)
+    if known is None or len(talk.messages) < count:
+        return False
+    # Under the same tools and switches, so that only the messages decide.
+    own = replace(talk, messages=known.messages)
+    theirs = replace(talk, messages=talk.messages[:count])
+    return prompts.chain(own)[count] == prompts.chain(theirs)[count]
 
 
 def best_record(

@@ -8,26 +8,26 @@ in other threads than the engine's and the event loop's.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Generator
 from dataclasses import asdict
 from typing import Any, TypeVar
 
 from fastapi import APIRouter
 from pydantic import Field
 from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
+from starlette.responses import Response
 
 from capserve.api.auth import namespace
 from capserve.api.body import Bodies
+from capserve.api.file_stream import FileExports
 from capserve.api.middleware import caller_of
 from capserve.api.responses import json_response
 from capserve.api.schemas import Wire, quote
-from capserve.api.sessions_file import TAR_TYPE, FileImports
+from capserve.api.sessions_file import FileImports
 from capserve.api.state import ServerState
 from capserve.api.strict_json import parse_object
 from capserve.api.validation import validated
-from capserve.errors import InvalidRequestError
-from capserve.serving.bundle import PIECE_BYTES, pieces
+from capserve.errors import CapserveError, InvalidRequestError
 from capserve.serving.misses import owner_of
 from capserve.serving.orders import (
     MAX_FORKS,
@@ -77,11 +77,29 @@ def router(state: ServerState, bodies: Bodies) -> APIRouter:
     """The routes over the app's own body counter."""
     routes = APIRouter()
     imports = FileImports(state)
+    exports = FileExports(state.limits.stream_stall_timeout_s)
+
+    async def done_by_the_desk(order: SessionOrder) -> Any:
+        return await asyncio.shield(asyncio.wrap_future(state.worker.order(order)))
 
     async def ask(order: SessionOrder, kind: type[R]) -> R:
-        result = await asyncio.shield(asyncio.wrap_future(state.worker.order(order)))
+        result = await done_by_the_desk(order)
         assert isinstance(result, kind)
         return result
+
+    async def carried_out(orders: Generator[SessionOrder, Any, Imported]) -> Imported:
+        try:
+            order = next(orders)
+            while True:
+                try:
+                    result = await done_by_the_desk(order)
+                except CapserveError as error:
+                    order = orders.throw(error)
+                else:
+                    order = orders.send(result)
+        except StopIteration as end:
+            done: Imported = end.value
+            return done
 
     async def read(request: Request, model: type[B]) -> B:
         async with bodies.read(request) as body:
@@ -91,10 +109,10 @@ def router(state: ServerState, bodies: Bodies) -> APIRouter:
     # Before the routes with an id, which would take it for one.
     @routes.post("/v1/sessions/import")
     async def import_session(request: Request) -> Response:
-        async with imports.read(request, _namespace(request)) as order:
-            done = await ask(order, Imported)
-        body = _shown(done.session) | {"capsules": done.capsules, "refused": done.refused}
-        return json_response(body, 201)
+        async with imports.read(request, _namespace(request)) as orders:
+            done = await carried_out(orders)
+        counts = {"capsules": done.capsules, "known": done.known, "refused": done.refused}
+        return json_response(_shown(done.session) | counts, 201)
 
     @routes.get("/v1/sessions")
     async def list_sessions(request: Request) -> Response:
@@ -147,28 +165,9 @@ def router(state: ServerState, bodies: Bodies) -> APIRouter:
                 f"include must be 'newest' or 'all', got {quote(include)}.", param="include"
             )
         order = ExportSession(_owner(request), session_id, include == "all")
-        found = await ask(order, Exported)
-        name = f'attachment; filename="session-{found.session_id}.tar"'
-        headers = {"content-disposition": name}
-        return StreamingResponse(_packed(found), media_type=TAR_TYPE, headers=headers)
+        return await exports.file(ask(order, Exported))
 
     return routes
-
-
-async def _packed(found: Exported) -> AsyncIterator[bytes]:
-    """The file in pieces of about a MiB: packed in a pool thread, never more than one ahead."""
-    source = pieces(found)
-    while piece := await asyncio.to_thread(_next_piece, source):
-        yield piece
-
-
-def _next_piece(source: Iterator[bytes | memoryview]) -> bytes:
-    joined = bytearray()
-    for piece in source:
-        joined += piece
-        if len(joined) >= PIECE_BYTES:
-            break
-    return bytes(joined)
 
 
 def _namespace(request: Request) -> str:

@@ -10,21 +10,26 @@ from __future__ import annotations
 import asyncio
 import mmap
 import tempfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Generator
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import IO
+from typing import IO, Any
 
 from starlette.requests import Request
 
 from capserve.api.body import STALL_TIMEOUT_S, RequestTimeoutError
 from capserve.api.errors import UnsupportedMediaError
+from capserve.api.schemas import MAX_MESSAGES, ChatRequest
 from capserve.api.state import ServerState
-from capserve.errors import CapsuleError, QueueFullError, TooLargeError
+from capserve.api.validation import validated
+from capserve.errors import CapsuleError, InvalidRequestError, QueueFullError, TooLargeError
+from capserve.serving import intake
 from capserve.serving.bundle import PIECE_BYTES, read
 from capserve.serving.desk import record_at
 from capserve.serving.misses import owner_of
-from capserve.serving.orders import ImportSession
+from capserve.serving.orders import Imported, ImportSession, SessionOrder
+from capserve.text.messages import Conversation, Message
+from capserve.text.prompt import PromptBuilder
 
 TAR_TYPE = "application/x-tar"
 
@@ -40,8 +45,11 @@ class FileImports:
         self._busy = False
 
     @asynccontextmanager
-    async def read(self, request: Request, namespace: str) -> AsyncIterator[ImportSession]:
-        """The order for the file in the body; its parts are valid until the block ends.
+    async def read(
+        self, request: Request, namespace: str
+    ) -> AsyncIterator[Generator[SessionOrder, Any, Imported]]:
+        """The orders for the file in the body (`intake.steps`); its bytes are there until the block
+        ends.
 
         Raises CapsuleError or InvalidRequestError (400) for what is no session of this engine,
         TooLargeError (413), UnsupportedMediaError (415), QueueFullError (429) while another one
@@ -52,7 +60,7 @@ class FileImports:
         try:
             with tempfile.TemporaryFile() as file:
                 await self._receive(request, file)
-                yield await asyncio.to_thread(self._order, file, namespace)
+                yield await asyncio.to_thread(self._orders, file, namespace)
         finally:
             self._busy = False
 
@@ -98,7 +106,7 @@ class FileImports:
                 f"The session file has {nbytes} bytes or more; max_import_bytes is {most}."
             )
 
-    def _order(self, file: IO[bytes], namespace: str) -> ImportSession:
+    def _orders(self, file: IO[bytes], namespace: str) -> Generator[SessionOrder, Any, Imported]:
         if file.seek(0, 2) == 0:
             raise CapsuleError("This is no whole exported session: it is empty.")
         data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
@@ -108,12 +116,13 @@ class FileImports:
         chain: tuple[bytes, ...] = ()
         record = None
         if conversation is not None:
+            _refuse_unusable(conversation, prompts)
             chain = prompts.chain(conversation)
             if found.turns:
                 last = found.turns[-1]
                 asked = replace(conversation, messages=conversation.messages[: last.messages])
                 record = record_at(prompts, asked, found.tokens[: last.position + 1])
-        return ImportSession(
+        session = ImportSession(
             owner=owner_of(namespace),
             namespace=namespace,
             tokens=found.tokens,
@@ -123,5 +132,20 @@ class FileImports:
             conversation=conversation,
             chain=chain,
             record=record,
-            capsules=found.capsules,
         )
+        return intake.steps(session, found.capsules)
+
+
+def _refuse_unusable(conversation: Conversation, prompts: PromptBuilder) -> None:
+    """Raises InvalidRequestError for what no request could have begun a session with: each turn of
+    the session would be refused for it."""
+    count = len(conversation.messages)
+    if not 1 <= count <= MAX_MESSAGES:
+        raise InvalidRequestError(
+            f"messages: a session has 1 to {MAX_MESSAGES}, got {count}.", param="messages"
+        )
+    probe = {"role": "user", "content": "q"}
+    tools, switches = list(conversation.tools), conversation.template_kwargs
+    fields = {"messages": [probe], "tools": tools, "chat_template_kwargs": switches}
+    validated(ChatRequest, fields)
+    prompts.build(replace(conversation, messages=(Message("user", "q"),)))

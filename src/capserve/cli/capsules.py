@@ -103,7 +103,7 @@ def remove(
         )
     unused_s = None if older_than is None else _seconds(older_than)
     removed, freed, known = 0, 0, False
-    with _stores(directory) as tiers:
+    with _stores(directory, tidies=True) as tiers:
         for tier in tiers:
             before = tier.used_bytes
             if everything:
@@ -152,9 +152,9 @@ def _base(directory: Path | None) -> Path:
 
 
 @contextmanager
-def _stores(directory: Path | None) -> Iterator[list[DiskTier]]:
+def _stores(directory: Path | None, *, tidies: bool = False) -> Iterator[list[DiskTier]]:
     """Each store below the base directory, or the one that it is itself. All are locked before
-    anything is done to one."""
+    anything is done to one. `tidies`: what no server could use any more goes too."""
     base = _base(directory)
     if directory is not None and not base.is_dir():
         raise NotFoundError(f"--dir: {base} is no directory")
@@ -162,7 +162,7 @@ def _stores(directory: Path | None) -> Iterator[list[DiskTier]]:
         tiers = []
         for manifest in sorted([*base.glob(FILE_NAME), *base.glob(f"*/{FILE_NAME}")]):
             # No budget: a look at a store must not evict from it.
-            tier = DiskTier.open(manifest.parent, None, budget_bytes=1 << 62)
+            tier = DiskTier.open(manifest.parent, None, budget_bytes=1 << 62, tidies=tidies)
             opened.callback(tier.close, WAIT_S)
             tiers.append(tier)
         yield tiers

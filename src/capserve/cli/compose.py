@@ -34,7 +34,7 @@ from capserve.errors import StartupError
 from capserve.serving.archive import Archive, revive
 from capserve.serving.capsules import CapsuleStore
 from capserve.serving.desk import SessionDesk
-from capserve.serving.disk import DiskTier, default_capsule_dir
+from capserve.serving.disk import DiskTier, default_capsule_dir, pending_bound
 from capserve.serving.keeper import Keeper
 from capserve.serving.limits import Limits
 from capserve.serving.metrics import MetricsLog
@@ -102,6 +102,8 @@ def load_engine(
         threads=settings.threads,
         vocab=vocab,
         capsule_budget_bytes=settings.capsule_budget_bytes,
+        gpu_budget_bytes=settings.gpu_budget_bytes,
+        pending_bytes=_pending_bytes(settings),
         progress=progress,
     )
 
@@ -116,22 +118,17 @@ def memory_plan(settings: Settings, path: Path) -> MemoryPlan:
         prefill_chunk=settings.prefill_chunk,
         vocab=Tokenizer.from_dir(path).vocab_size,
         capsule_budget_bytes=settings.capsule_budget_bytes,
+        gpu_budget_bytes=settings.gpu_budget_bytes,
+        pending_bytes=_pending_bytes(settings),
     )
 
 
 def plan_line(plan: MemoryPlan) -> str:
-    """The plan for a person: both numbers, then where the bytes go."""
-    uses = {
-        "weights": plan.weights_bytes,
-        "kv": plan.kv_bytes,
-        "state": plan.state_bytes,
-        "workspace": plan.workspace_bytes,
-        "capsules": plan.capsule_bytes,
-    }
-    parts = ", ".join(f"{name} {size / MIB:,.0f}" for name, size in uses.items())
-    return (
-        f"needs {plan.total_bytes / MIB:,.0f} MiB of {plan.available_bytes / MIB:,.0f} MiB "
-        f"available ({parts})"
+    """The plan for a person: both numbers of each memory, then where the bytes go."""
+    return "needs " + " and ".join(
+        f"{side.total_bytes / MIB:,.0f} MiB of {side.available_bytes / MIB:,.0f} MiB "
+        f"available{side.where} ({side.parts()})"
+        for side in plan.sides
     )
 
 
@@ -218,13 +215,20 @@ def open_disk(settings: Settings, engine: EngineLimits) -> DiskTier | None:
         return None
     directory = capsule_directory(settings, engine.fingerprint)
     try:
-        return DiskTier.open(directory, engine.fingerprint, settings.disk_budget_bytes)
+        return DiskTier.open(
+            directory, engine.fingerprint, settings.disk_budget_bytes, _pending_bytes(settings)
+        )
     except StartupError as error:
         raise StartupError(
             f"{error.message}. Give this server another directory with --capsule-dir, or none with "
             "--disk-budget 0.",
             param="capsule_dir",
         ) from None
+
+
+def _pending_bytes(settings: Settings) -> int:
+    """Most that may wait for the disk."""
+    return pending_bound(settings.capsule_budget_bytes) if settings.disk_budget_bytes else 0
 
 
 def private_settings(settings: Settings) -> Settings:

@@ -6,6 +6,7 @@ what the plan says.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,8 +21,34 @@ from capserve.errors import MemoryBudgetError
 
 
 @dataclass(frozen=True)
+class Side:
+    """What is taken from one memory, the card's or the host's."""
+
+    where: str
+    """In words after "available"; "" when there is but one memory."""
+    uses: Mapping[str, int]
+    """Bytes by use."""
+    available_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(self.uses.values())
+
+    @property
+    def fits(self) -> bool:
+        return self.total_bytes <= self.available_bytes
+
+    def parts(self) -> str:
+        return ", ".join(f"{name} {size / 2**20:,.0f}" for name, size in self.uses.items())
+
+
+@dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes by use, for one model in one dtype at one context length."""
+    """Bytes by use, for one model in one dtype at one context length.
+
+    Model and live state lie on the device. Capsules lie in host memory, and on a card there too, up
+    to a budget of its own. Those on their way to disk may outlive their place in either.
+    """
 
     weights_bytes: int
     kv_bytes: int
@@ -30,40 +57,51 @@ class MemoryPlan:
     workspace_bytes: int
     """Activations of one prefill chunk: an estimate."""
     capsule_bytes: int
-    """The capsule store's budget."""
+    """The host tier's budget."""
+    gpu_capsule_bytes: int
+    """The card tier's budget; 0 without a card."""
+    pending_bytes: int
+    """Most that waits to be written to disk."""
+    on_card: bool
     available_bytes: int
+    """On the device."""
+    host_available_bytes: int
 
     @property
-    def total_bytes(self) -> int:
+    def sides(self) -> tuple[Side, ...]:
+        """The device first; on a card, then the host."""
+        model = {
+            "weights": self.weights_bytes,
+            "kv": self.kv_bytes,
+            "state": self.state_bytes,
+            "workspace": self.workspace_bytes,
+        }
+        host = {"capsules": self.capsule_bytes, "to disk": self.pending_bytes}
+        if not self.on_card:
+            return (Side("", model | host, self.available_bytes),)
+        card = model | host | {"capsules": self.gpu_capsule_bytes}
         return (
-            self.weights_bytes
-            + self.kv_bytes
-            + self.state_bytes
-            + self.workspace_bytes
-            + self.capsule_bytes
+            Side(" on the card", card, self.available_bytes),
+            Side(" in host memory", host, self.host_available_bytes),
         )
 
     @property
+    def total_bytes(self) -> int:
+        """Of the device."""
+        return self.sides[0].total_bytes
+
+    @property
     def fits(self) -> bool:
-        return self.total_bytes <= self.available_bytes
+        return all(side.fits for side in self.sides)
 
     def check(self, name: str) -> None:
         """Raises MemoryBudgetError with both numbers and where the bytes go."""
-        if not self.fits:
-            parts = ", ".join(
-                f"{label} {value / 2**20:,.0f}"
-                for label, value in (
-                    ("weights", self.weights_bytes),
-                    ("kv", self.kv_bytes),
-                    ("state", self.state_bytes),
-                    ("workspace", self.workspace_bytes),
-                    ("capsules", self.capsule_bytes),
+        for side in self.sides:
+            if not side.fits:
+                raise MemoryBudgetError(
+                    f"{name} needs {side.total_bytes / 2**20:,.0f} MiB ({side.parts()}) "
+                    f"and {side.available_bytes / 2**20:,.0f} MiB are available{side.where}"
                 )
-            )
-            raise MemoryBudgetError(
-                f"{name} needs {self.total_bytes / 2**20:,.0f} MiB ({parts}) "
-                f"and {self.available_bytes / 2**20:,.0f} MiB are available"
-            )
 
 
 def plan(
@@ -75,8 +113,11 @@ def plan(
     prefill_chunk: int,
     vocab: int,
     capsule_budget_bytes: int = 0,
+    gpu_budget_bytes: int = 0,
+    pending_bytes: int = 0,
 ) -> MemoryPlan:
-    """The plan for a context of `positions` tokens."""
+    """The plan for a context of `positions` tokens. Budgets: of capsules in host memory and on a
+    card, and of those on their way to disk."""
     state = StateBytes.of(config, dtype)
     kv = state.kv_per_token * positions
     matrix = Linear.element_bytes(device, dtype)
@@ -88,7 +129,11 @@ def plan(
         + Rotary.table_bytes(config.rotary_dim, positions, dtype),
         workspace_bytes=_workspace_bytes(config, prefill_chunk, vocab),
         capsule_bytes=capsule_budget_bytes,
+        gpu_capsule_bytes=gpu_budget_bytes if device.type == "cuda" else 0,
+        pending_bytes=pending_bytes,
+        on_card=device.type == "cuda",
         available_bytes=available_bytes(device),
+        host_available_bytes=available_bytes(torch.device("cpu")),
     )
 
 

@@ -109,6 +109,8 @@ class TorchEngine:
         threads: int | None = None,
         vocab: int | None = None,
         capsule_budget_bytes: int = 0,
+        gpu_budget_bytes: int = 0,
+        pending_bytes: int = 0,
         progress: Progress | None = None,
     ) -> TorchEngine:
         """An engine for the checkpoint in `path`, a Hugging Face directory.
@@ -127,6 +129,8 @@ class TorchEngine:
             prefill_chunk=prefill_chunk,
             vocab=ids,
             capsule_budget_bytes=capsule_budget_bytes,
+            gpu_budget_bytes=gpu_budget_bytes,
+            pending_bytes=pending_bytes,
         ).check(config.name)
         if where.type == "cpu":
             torch.set_num_threads(threads or max(1, len(os.sched_getaffinity(0)) - 1))
@@ -387,6 +391,8 @@ def plan_memory(
     prefill_chunk: int = 512,
     vocab: int | None = None,
     capsule_budget_bytes: int = 0,
+    gpu_budget_bytes: int = 0,
+    pending_bytes: int = 0,
 ) -> memory.MemoryPlan:
     """The plan that `TorchEngine.load` with the same arguments would check."""
     config, chosen, where, positions, ids = _resolve(path, dtype, device, max_model_len, vocab)
@@ -398,6 +404,8 @@ def plan_memory(
         prefill_chunk=prefill_chunk,
         vocab=ids,
         capsule_budget_bytes=capsule_budget_bytes,
+        gpu_budget_bytes=gpu_budget_bytes,
+        pending_bytes=pending_bytes,
     )
 
 

@@ -5,105 +5,26 @@ The one place that tells both readers of a changed session: the text thread, by 
 is forked, cut back, taken in or dropped; writing them is the disk tier's own, in the background.
 `revive` brings them back at start-up from the manifest alone: no state is read before a turn asks
 for it. Without a disk tier only the text thread is told.
-
-Conversations become JSON here, exactly: no reasoning is not empty reasoning, arguments stay the
-text that they were, key order stays.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
+from capserve.serving.conversation_json import conversation_json, conversation_of
 from capserve.serving.journal import Journal
 from capserve.serving.rows import CapsuleKey, CapsuleRow, SessionRow, TurnRow
 from capserve.serving.sessions import Session, SessionRegistry
 from capserve.serving.transcripts import Transcripts
-from capserve.text.messages import Conversation, Message, Role, ToolCall
 from capserve.text.prompt import TurnRecord
 
 log = logging.getLogger("capserve.capsules")
-
-ROLES: frozenset[Role] = frozenset({"system", "user", "assistant", "tool"})
-
-
-# -- conversations as JSON ---------------------------------------------------------------------
-
-
-def conversation_json(conversation: Conversation | None) -> str:
-    """`conversation` as JSON text, or "" for none. `conversation_of` gives back an equal one."""
-    if conversation is None:
-        return ""
-    switches = conversation.template_kwargs
-    value = {
-        "messages": [_message_value(message) for message in conversation.messages],
-        "tools": list(conversation.tools),
-        "template_kwargs": None if switches is None else dict(switches),
-    }
-    return json.dumps(value, separators=(",", ":"))
-
-
-def conversation_of(text: str) -> Conversation | None:
-    """The conversation that `conversation_json` wrote. Raises ValueError for anything else."""
-    if not text:
-        return None
-    try:
-        value = json.loads(text)
-        switches = value["template_kwargs"]
-        if not (switches is None or isinstance(switches, dict)):
-            raise ValueError("template_kwargs is no object")
-        tools = tuple(value["tools"])
-        if not all(isinstance(tool, dict) for tool in tools):
-            raise ValueError("a tool is no object")
-        return Conversation(tuple(map(_message_of, value["messages"])), tools, switches)
-    except (KeyError, TypeError, RecursionError) as error:
-        raise ValueError(f"no conversation: {type(error).__name__} {error}") from None
-
-
-def _message_value(message: Message) -> dict[str, Any]:
-    value: dict[str, Any] = {"role": message.role, "content": message.content}
-    if message.reasoning is not None:
-        value["reasoning"] = message.reasoning
-    if message.tool_calls:
-        value["tool_calls"] = [[c.name, c.arguments, c.id] for c in message.tool_calls]
-    if message.tool_call_id:
-        value["tool_call_id"] = message.tool_call_id
-    if message.name:
-        value["name"] = message.name
-    if message.breakpoint:
-        value["breakpoint"] = True
-    return value
-
-
-def _message_of(value: Mapping[str, Any]) -> Message:
-    role, reasoning = value["role"], value.get("reasoning")
-    if role not in ROLES:
-        raise ValueError(f"{role!r} is no role")
-    texts = [value["content"], value.get("tool_call_id", ""), value.get("name", "")]
-    calls = [tuple(call) for call in value.get("tool_calls", ())]
-    texts += [field for call in calls for field in call]
-    if not all(isinstance(text, str) for text in texts):
-        raise ValueError("a field of a message is no text")
-    if not (reasoning is None or isinstance(reasoning, str)):
-        raise ValueError("reasoning is no text")
-    if not all(len(call) == 3 for call in calls):
-        raise ValueError("a tool call has not its three fields")
-    return Message(
-        role,
-        value["content"],
-        reasoning=reasoning,
-        tool_calls=tuple(ToolCall(*call) for call in calls),
-        tool_call_id=value.get("tool_call_id", ""),
-        name=value.get("name", ""),
-        breakpoint=value.get("breakpoint") is True,
-    )
-
 
 # -- out ---------------------------------------------------------------------------------------
 
@@ -173,9 +94,9 @@ def session_row(session: Session) -> SessionRow:
         parent_id=session.parent_id,
         tokens=np.ascontiguousarray(journal.tokens, dtype="<i4").tobytes(),
         spans=journal.spans,
-        marks=journal.marks,
-        turns=tuple(session.turns),
-        chain=journal.chain,
+        marks=tuple(mark for mark in journal.marks if session.knows(mark.messages)),
+        turns=tuple(turn for turn in session.turns if session.knows(turn.messages)),
+        chain=session.chain,
         newest=session.newest,
         conversation=conversation_json(session.conversation),
         used_at=unix_time(session.last_used_at),
@@ -265,6 +186,7 @@ def _session_of(row: SessionRow, transcripts: Transcripts, store: Adopts, now: f
         newest=newest,
         parent_id=row.parent_id,
         conversation=conversation,
+        chain=row.chain,
         record=record,
         turns=list(row.turns),
     )

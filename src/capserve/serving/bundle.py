@@ -18,13 +18,15 @@ import tarfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from hashlib import sha256
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
+import orjson
 
 from capserve.engine.seam import EngineLimits, TokenArray
 from capserve.errors import CapsuleError, InvalidRequestError
-from capserve.serving.archive import conversation_json, conversation_of
+from capserve.serving.conversation_json import conversation_json, conversation_of
 from capserve.serving.journal import Span, SpanKind, TurnMark
 from capserve.serving.orders import Exported, PackedCapsule
 from capserve.serving.rows import TurnEnd
@@ -39,8 +41,11 @@ PIECE_BYTES = 1 << 20
 
 MAX_MEMBERS = 20_000
 """A context of 262,144 tokens has 512 KV parts; the rest is small states of boundaries."""
-MAX_JSON_BYTES = 256 << 20
-"""Of `session.json`: four times the text of any conversation that fits a context."""
+JSON_BYTES_PER_TOKEN = 32
+"""Of the longest journal that fits: text in escapes, and the spans and parts of every state."""
+LEAST_JSON_BYTES = 4 << 20
+MAX_ENDS = 20_000
+"""Marks, and turns: whoever shows or cuts the session goes through them between two steps."""
 
 SESSION, JOURNAL, CHECKSUMS = "session.json", "journal.bin", "checksums.json"
 _NAME = re.compile(r"session\.json|journal\.bin|checksums\.json|parts/[0-9a-f]{32}\.safetensors")
@@ -102,7 +107,7 @@ def _session_json(exported: Exported) -> bytes:
             for capsule in exported.capsules
         ],
     }
-    return json.dumps(value, indent=1).encode()
+    return orjson.dumps(value)
 
 
 def _spans_value(spans: tuple[Span, ...]) -> list[list[Any]]:
@@ -133,7 +138,8 @@ def read(data: memoryview, engine: EngineLimits) -> Bundle:
     InvalidRequestError naming both fingerprints for one of another model or version.
     """
     members = _members(data)
-    value = _session_value(members)
+    most_bytes = LEAST_JSON_BYTES + JSON_BYTES_PER_TOKEN * engine.max_positions
+    value = _session_value(members, most_bytes)
     fingerprint = value.get("fingerprint")
     if fingerprint != engine.fingerprint:
         raise InvalidRequestError(
@@ -142,7 +148,7 @@ def read(data: memoryview, engine: EngineLimits) -> Bundle:
             "versions must be the same.",
             param="fingerprint",
         )
-    _check_sums(members)
+    _check_sums(members, most_bytes)
     try:
         return _bundle(value, members, engine)
     except (KeyError, TypeError, ValueError) as error:
@@ -182,20 +188,22 @@ def _members(data: memoryview) -> dict[str, memoryview]:
     return members
 
 
-def _json(members: Mapping[str, memoryview], name: str) -> dict[str, Any]:
-    if members[name].nbytes > MAX_JSON_BYTES:
-        raise _bad(f"{name} has {members[name].nbytes} bytes, {MAX_JSON_BYTES} are the most")
+def _json(members: Mapping[str, memoryview], name: str, most_bytes: int) -> dict[str, Any]:
+    """Small before it is read: values of JSON take many times the bytes that they are written in,
+    and nobody else's thread runs while they are made."""
+    if members[name].nbytes > most_bytes:
+        raise _bad(f"{name} has {members[name].nbytes} bytes, {most_bytes} are the most")
     try:
-        value = json.loads(bytes(members[name]))
-    except (ValueError, RecursionError) as error:
+        value = orjson.loads(members[name])
+    except orjson.JSONDecodeError as error:
         raise _bad(f"{name} is no JSON ({error})") from None
     if not isinstance(value, dict):
         raise _bad(f"{name} holds no object")
     return value
 
 
-def _session_value(members: Mapping[str, memoryview]) -> dict[str, Any]:
-    value = _json(members, SESSION)
+def _session_value(members: Mapping[str, memoryview], most_bytes: int) -> dict[str, Any]:
+    value = _json(members, SESSION, most_bytes)
     if value.get("format") != FORMAT or value.get("version") != VERSION:
         raise _bad(
             f"its format is {str(value.get('format'))[:64]!r} version "
@@ -204,8 +212,8 @@ def _session_value(members: Mapping[str, memoryview]) -> dict[str, Any]:
     return value
 
 
-def _check_sums(members: Mapping[str, memoryview]) -> None:
-    sums = _json(members, CHECKSUMS)
+def _check_sums(members: Mapping[str, memoryview], most_bytes: int) -> None:
+    sums = _json(members, CHECKSUMS, most_bytes)
     named = sums.keys() | {CHECKSUMS}
     if named != members.keys():
         odd = sorted(map(str, named ^ members.keys()))[0]
@@ -228,7 +236,7 @@ def _bundle(
         raise ValueError(f"{length} tokens, this server has room for {engine.max_positions}")
     if length and not 0 <= int(tokens.min()) <= int(tokens.max()) < engine.vocab_size:
         raise ValueError(f"token ids must be 0 to {engine.vocab_size - 1}")
-    conversation = conversation_of(value["conversation"])
+    conversation = _conversation(value["conversation"])
     messages = 0 if conversation is None else len(conversation.messages)
     capsules = tuple(_capsule(entry, members, length) for entry in value["capsules"])
     positions = [capsule.position for capsule in capsules]
@@ -241,11 +249,17 @@ def _bundle(
         session_id=str(value["session_id"]),
         tokens=tokens,
         spans=_spans(value["spans"], length),
-        marks=tuple(TurnMark(*pair) for pair in _pairs(value["marks"], length, messages)),
-        turns=tuple(TurnEnd(*pair) for pair in _pairs(value["turns"], length, messages)),
+        marks=tuple(TurnMark(*pair) for pair in _ends(value["marks"], length, messages)),
+        turns=tuple(TurnEnd(*pair) for pair in _ends(value["turns"], length, messages)),
         conversation=conversation,
         capsules=capsules,
     )
+
+
+def _conversation(text: Any) -> Conversation | None:
+    if isinstance(text, str) and text:
+        orjson.loads(text)  # a ValueError for what no request can have brought, as lone surrogates
+    return conversation_of(text)
 
 
 def _capsule(
@@ -269,15 +283,18 @@ def _spans(value: Any, length: int) -> tuple[Span, ...]:
     return spans
 
 
-def _pairs(value: Any, length: int, messages: int) -> list[tuple[int, int]]:
-    """(position, messages) pairs that ascend; those past the conversation are left out."""
-    pairs = [(_number(position, length), _number(count, 2**31)) for position, count in value]
-    if pairs != sorted(pairs):
+def _ends(value: Any, length: int, messages: int) -> list[tuple[int, int]]:
+    """(position, messages) pairs, each behind the one before; those past the conversation are left
+    out. Something ends at each: no position is 0, and neither is a count of messages."""
+    if len(value) > MAX_ENDS:
+        raise ValueError(f"{len(value)} marks or turns, {MAX_ENDS} are the most")
+    pairs = [(_number(position, length, 1), _number(count, 2**31, 1)) for position, count in value]
+    if any(before[0] >= after[0] for before, after in pairwise(pairs)):
         raise ValueError("marks or turns do not ascend")
     return [pair for pair in pairs if pair[1] <= messages]
 
 
-def _number(value: Any, most: int) -> int:
-    if type(value) is not int or not 0 <= value <= most:
-        raise ValueError(f"{str(value)[:40]} is no number from 0 to {most}")
+def _number(value: Any, most: int, least: int = 0) -> int:
+    if type(value) is not int or not least <= value <= most:
+        raise ValueError(f"{str(value)[:40]} is no number from {least} to {most}")
     return value

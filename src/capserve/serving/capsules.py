@@ -20,14 +20,15 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
 
-from capserve.engine.seam import Capsule
+from capserve.engine.seam import Capsule, CapsulePart
 from capserve.errors import CapsuleError
-from capserve.serving.catalog import REMEMBERED, Catalog, Entry, Loss
-from capserve.serving.copies import DiskCopies, PartLostError
+from capserve.serving.catalog import REMEMBERED, Catalog, Entry, Loss, prefilled_from_grid
+from capserve.serving.copies import DiskCopies, DiskPart, PartLostError
 from capserve.serving.footprint import CapsuleInfo, Footprint, Location, Taken, TierFootprint
 from capserve.serving.journal import Span
 from capserve.serving.memory import Memory
 from capserve.serving.rows import CapsuleKey, CapsuleRow
+from capserve.serving.store_check import CHECKED_PARTS, StoreCheck, is_made_of
 from capserve.serving.tiers import DISK, Disk, Mover, out_of_memory, part_rows
 
 log = logging.getLogger("capserve.store")
@@ -60,6 +61,7 @@ class CapsuleStore:
         self._evicted = 0
         self._refused = 0
         self._left_memory = 0
+        self._checker = StoreCheck(self._catalog, self._parked, self._memory, self._copies)
 
     @property
     def budget_bytes(self) -> int:
@@ -79,6 +81,10 @@ class CapsuleStore:
 
     def holds(self, key: CapsuleKey) -> bool:
         return key in self._catalog
+
+    def exact(self, key: CapsuleKey) -> bool:
+        """Whether a cold run would come to the same bits. KeyError when absent."""
+        return self.entry(key).is_exact(self._engine.limits.grid)
 
     def lost_positions(self, namespace: str) -> list[int]:
         """Like `positions`, of capsules that are remembered as lost."""
@@ -112,22 +118,23 @@ class CapsuleStore:
         """Keep `capsule`; others make way for it. Returns why not, or None when all went well.
 
         `based_on` is the boundary before it in its journal. A pin that is refused may still be
-        kept unpinned: `holds` tells.
+        kept unpinned: `holds` tells. Two states under one name can't be: of those computed in other
+        pieces, one that a cold run would come to stays or takes the place of one that it would not.
         """
         assert capsule.position == key.position
+        spans = tuple(spans)
         known = self._catalog.find(key)
-        if known is not None and known.tier is None and not _is_made_of(known, capsule):
-            # Computed in other pieces than the one on disk: two states under one name can't be.
+        if known is not None and self._makes_way(known, capsule, spans):
             pin = pin or known.pinned
             self._copies.forget(known)
             self._remove(known, None)
             known = None
         if known is not None:
-            if known.tier is None and self._may_enter(known):
+            if known.tier is None and is_made_of(known, capsule) and self._may_enter(known):
                 self._come_back(known, capsule)
             self.use(key)
             return self.pin(key) if pin else None
-        entry = Entry(key, tuple(spans), part_rows(capsule.parts), self._clock(), based_on)
+        entry = Entry(key, spans, part_rows(capsule.parts), self._clock(), based_on)
         entry.based_on = self._catalog.held_base(key, based_on)
         refusal = self._memory.enter(entry, capsule)
         if refusal is not None:
@@ -155,6 +162,16 @@ class CapsuleStore:
             capsule = self._come_back(entry, capsule)
         self.use(key)
         return Taken(capsule, entry.spans, read_bytes)
+
+    def parts_of(self, key: CapsuleKey) -> tuple[CapsulePart | DiskPart, ...]:
+        """To be packed in any thread, the small state first. Nothing moves, and it is no use of the
+        capsule: a copy says nothing about what is worth keeping. KeyError when absent."""
+        entry = self.entry(key)
+        capsule = entry.capsule or self._copies.leaving.get(key)
+        if capsule is not None:
+            return tuple(capsule.parts)
+        living = self._memory.living
+        return tuple(living(row.name) or self._copies.on_disk_only(row.name) for row in entry.parts)
 
     def in_memory(self, key: CapsuleKey) -> bool:
         entry = self._catalog.find(key) or self._parked.get(key)
@@ -316,13 +333,21 @@ class CapsuleStore:
         return self._catalog.adopt(rows, self._unix_clock(), self._clock())
 
     def note_disk(self) -> None:
-        """Hear what has left the disk and what arrived there. Cheap; before plans and in upkeep."""
+        """Hear what has left the disk and what arrived there: in upkeep, and when a part is lost. A
+        plan on what has left meanwhile ends in CapsuleLostError, and is made again."""
+        if not self._copies.has_news():
+            return
         for key in self._copies.take_lost():
             entry = self._catalog.find(key)
             if entry is not None:
                 entry.on_disk = entry.pinned_on_disk = False
                 if entry.tier is None:
                     self._lose(entry)
+        self._copies.note_owed(self._catalog)
+
+    def save_again(self) -> None:
+        """Hand over what lies in memory and was given up before it was written."""
+        self._copies.save_owed(self._catalog)
 
     # -- what others want to see --------------------------------------------------------------
 
@@ -366,20 +391,13 @@ class CapsuleStore:
 
     def check(self) -> None:
         """Every account equals its bytes, counted afresh, and every capsule is where it is said to
-        be."""
-        entries = [*self._catalog, *self._parked.values()]
-        for tier in self._memory.tiers:
-            tier.check({e.key: e.capsule for e in entries if e.tier == tier.name and e.capsule})
-        for entry in entries:
-            assert (entry.capsule is None) == (entry.tier is None)
-            assert entry.tier is not None or entry.on_disk, "a capsule lies nowhere"
-            assert entry.tier is not None or not entry.holds, "a held capsule left the memory"
-            assert entry.capsule is None or _is_made_of(entry, entry.capsule)
-        assert all(entry.holds for entry in self._parked.values()), "a parked state nobody holds"
-        for key in self._copies.leaving:
-            assert key in self._catalog, "a capsule left the index, but not the memory"
-            assert not self.in_memory(key), "a capsule is in memory twice"
-        self._catalog.check()
+        be. Raises AssertionError."""
+        self._checker.check_all()
+
+    def check_some(self, most_parts: int = CHECKED_PARTS) -> None:
+        """The counters, and as many capsules as have `most_parts` parts in all: each call goes on
+        where the last one ended. Raises AssertionError."""
+        self._checker.check_some(most_parts)
 
     # -- what the memory tiers ask ------------------------------------------------------------
 
@@ -408,6 +426,17 @@ class CapsuleStore:
             self._lose(entry)
 
     # -- inside -------------------------------------------------------------------------------
+
+    def _makes_way(self, known: Entry, capsule: Capsule, spans: tuple[Span, ...]) -> bool:
+        """Does `capsule`, computed in `spans`, take the place of `known`?"""
+        if is_made_of(known, capsule) or known.holds:
+            return False
+        grid = self._engine.limits.grid
+        if known.is_exact(grid):
+            exact = prefilled_from_grid(spans, grid)
+            return exact and known.tier is None
+        # In memory it is as good as a new one that isn't exact either; from disk it must be read.
+        return known.tier is None or prefilled_from_grid(spans, grid)
 
     def _come_back(self, entry: Entry, capsule: Capsule) -> Capsule:
         """From disk, or on its way there, into memory if there is room; it need not be."""
@@ -455,7 +484,7 @@ class CapsuleStore:
             log.warning("a capsule of %d tokens can't be read: %s", entry.key.position, error)
             self._lose(entry)
             raise CapsuleLostError(str(error)) from error
-        assert _is_made_of(entry, capsule), "unpacked parts are named as they were"
+        assert is_made_of(entry, capsule), "unpacked parts are named as they were"
         return capsule, read_bytes
 
     def _lose_part(self, name: bytes) -> None:
@@ -468,7 +497,3 @@ class CapsuleStore:
 
     def _unix_time(self, entry: Entry) -> float:
         return self._unix_clock() - (self._clock() - entry.used_at)
-
-
-def _is_made_of(entry: Entry, capsule: Capsule) -> bool:
-    return [part.name for part in entry.parts] == [part.name for part in capsule.parts]

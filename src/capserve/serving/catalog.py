@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from capserve.engine.seam import Capsule
-from capserve.serving.journal import Span
+from capserve.serving.journal import Span, SpanKind
 from capserve.serving.rows import CapsuleKey, CapsuleRow, PartRow
 
 REMEMBERED = 4096
@@ -53,6 +53,13 @@ class Entry:
     """Parked turns that will come back to it."""
     parked_as: CapsuleKey | None = None
     """For the state of a parked turn, which no plan may find: the name it would have otherwise."""
+    _exact: bool | None = None
+
+    def is_exact(self, grid: int) -> bool:
+        """Prefilled from grid points alone: a cold run would come to the same bits."""
+        if self._exact is None:
+            self._exact = self.key.position % grid == 0 and prefilled_from_grid(self.spans, grid)
+        return self._exact
 
     @property
     def rebuild_tokens(self) -> int:
@@ -186,6 +193,10 @@ class Catalog:
         siblings.discard(entry.key)
         if not siblings:
             del self._children[entry.based_on]
+
+
+def prefilled_from_grid(spans: Iterable[Span], grid: int) -> bool:
+    return all(span.kind is SpanKind.PREFILL and span.start % grid == 0 for span in spans)
 
 
 def _count_up(index: dict[str, Counter[int]], key: CapsuleKey) -> None:

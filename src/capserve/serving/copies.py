@@ -8,12 +8,16 @@ and so it can still be taken from here.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 from capserve.engine.seam import Capsule, CapsulePart
 from capserve.errors import CapsuleError
-from capserve.serving.catalog import Entry
+from capserve.serving.catalog import Catalog, Entry
 from capserve.serving.rows import CapsuleKey, CapsuleRow
 from capserve.serving.tiers import PIN_SHARE, Disk
+
+AGAIN_BYTES = 64 << 20
+"""Of saves that are handed over again at a time."""
 
 
 class DiskCopies:
@@ -21,6 +25,8 @@ class DiskCopies:
         self.disk = disk
         self._unix_time = unix_time
         self.leaving: dict[CapsuleKey, Capsule] = {}
+        self._owed: dict[CapsuleKey, None] = {}
+        """Given up before they were written, the oldest first."""
 
     def is_durable(self, entry: Entry) -> bool:
         return self.disk is not None and entry.on_disk and self.disk.holds(entry.key)
@@ -55,6 +61,30 @@ class DiskCopies:
             self.disk.forget(entry.key)
         entry.on_disk = entry.pinned_on_disk = False
         self.leaving.pop(entry.key, None)
+        self._owed.pop(entry.key, None)
+
+    def has_news(self) -> bool:
+        return self.disk is not None and (self.disk.has_news or bool(self.leaving))
+
+    def note_owed(self, catalog: Catalog) -> None:
+        """Remember what the disk gave up and memory has."""
+        if self.disk is None:
+            return
+        for key in self.disk.take_given_up():
+            entry = catalog.find(key)
+            if entry is not None and entry.tier is not None and not entry.on_disk:
+                self._owed[key] = None
+
+    def save_owed(self, catalog: Catalog) -> None:
+        """Hand these over again, no more at a time than a disk writes in a moment."""
+        if self.disk is None or not self._owed or self.disk.pending_bytes:
+            return
+        while self._owed and self.disk.takes_saves and self.disk.pending_bytes < AGAIN_BYTES:
+            key = next(iter(self._owed))
+            del self._owed[key]
+            entry = catalog.find(key)
+            if entry is not None and entry.tier is not None and not entry.on_disk:
+                self.save(entry, catalog)
 
     def touch(self, entry: Entry) -> None:
         if entry.on_disk and self.disk is not None:
@@ -108,12 +138,28 @@ class DiskCopies:
                 parts.append(memoryview(b"".join(part.pack())))
         return parts, read_bytes
 
+    def on_disk_only(self, name: bytes) -> DiskPart:
+        assert self.disk is not None
+        return DiskPart(name, self.disk.read)
+
     def _read_part(self, name: bytes) -> memoryview:
         assert self.disk is not None
         try:
             return self.disk.read(name)
         except CapsuleError as error:
             raise PartLostError(name, str(error)) from error
+
+
+@dataclass(frozen=True, slots=True)
+class DiskPart:
+    """A part that whoever packs it reads, in a thread of its own."""
+
+    name: bytes
+    read: Callable[[bytes], memoryview]
+
+    def pack(self) -> list[memoryview]:
+        """Raises CapsuleError when it is not there any more."""
+        return [self.read(self.name)]
 
 
 class PartLostError(Exception):

@@ -31,12 +31,20 @@ def shortened(conversation: Conversation, messages: int) -> Conversation:
 
 
 def ends_of(session: Session) -> Mapping[int, End]:
-    """Where messages of its conversation end, by position in the journal, ascending."""
+    """Where messages of its conversation end, by position in the journal, ascending.
+
+    A turn that was cancelled may have left the journal of another conversation: its marks say
+    nothing about this one's messages.
+    """
     known = 0 if session.conversation is None else len(session.conversation.messages)
     length = len(session.journal)
     ends = [End(mark.position, mark.messages, "prompt_end") for mark in session.journal.marks]
     ends += [End(turn.position, turn.messages, "turn_end") for turn in session.turns]
-    legal = [end for end in ends if end.messages <= known and 0 < end.position <= length]
+    legal = [
+        end
+        for end in ends
+        if end.messages <= known and 0 < end.position <= length and session.knows(end.messages)
+    ]
     return {end.position: end for end in sorted(legal, key=lambda end: end.position)}
 
 

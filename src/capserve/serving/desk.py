@@ -8,7 +8,6 @@ was undone can be taken up again by resending it; only a delete drops some.
 
 from __future__ import annotations
 
-import secrets
 import time
 from dataclasses import replace
 from typing import assert_never
@@ -19,7 +18,7 @@ from capserve.engine.seam import Engine, TokenArray
 from capserve.errors import ConflictError, InvalidRequestError, NotFoundError, UnavailableError
 from capserve.serving.archive import Archive, unix_time
 from capserve.serving.bench import Records
-from capserve.serving.capsules import CapsuleLostError, CapsuleStore
+from capserve.serving.capsules import CapsuleStore
 from capserve.serving.cuts import (
     End,
     chosen_end,
@@ -29,20 +28,23 @@ from capserve.serving.cuts import (
     replies_of,
     shortened,
 )
-from capserve.serving.journal import Journal, clip, lcp, prefix_digests
+from capserve.serving.journal import Journal, clip, lcp
 from capserve.serving.keeper import Keeper
 from capserve.serving.misses import owner_of
 from capserve.serving.orders import (
     MAX_FORKS,
     Boundary,
+    CapsuleImported,
     Deleted,
     DeleteSession,
+    DropImported,
     Exported,
     ExportedCapsule,
     ExportSession,
     Forked,
     ForkSession,
-    Imported,
+    ImportCapsule,
+    ImportDropped,
     ImportSession,
     ListSessions,
     Pinned,
@@ -55,8 +57,8 @@ from capserve.serving.orders import (
     Undone,
     UndoSession,
 )
-from capserve.serving.rows import CapsuleKey
 from capserve.serving.sessions import Session, SessionRegistry
+from capserve.serving.tiers import out_of_memory
 from capserve.serving.transcripts import Transcripts
 from capserve.text.messages import Conversation
 from capserve.text.prompt import Prompt, TurnRecord
@@ -113,6 +115,10 @@ class SessionDesk:
                 return self._delete(order)
             case ExportSession():
                 return self._export(order)
+            case ImportCapsule():
+                return self._import_capsule(order)
+            case DropImported():
+                return self._drop_imported(order)
             case ImportSession():
                 return self._import(order)
             case _:
@@ -174,7 +180,16 @@ class SessionDesk:
 
     def _fork(self, order: ForkSession) -> Forked:
         source = self._find(order.owner, order.session_id)
-        most = min(MAX_FORKS, self._sessions.max_active - 1)
+        # Busy sessions stay, and so does the source: a branch must not make another one leave.
+        staying = sum(session.busy or session is source for session in self._sessions.all())
+        room = self._sessions.max_active - staying
+        if room < 1:
+            raise OverBudgetError(
+                f"There is no room for a fork: {staying} of at most {self._sessions.max_active} "
+                "sessions are busy, or the one to be forked.",
+                retry_after_s=5.0,
+            )
+        most = min(MAX_FORKS, room)
         if not 1 <= order.n <= most:
             raise InvalidRequestError(f"n must be 1 to {most}, got {order.n}.", param="n")
         end = None
@@ -201,6 +216,7 @@ class SessionDesk:
         fork.parent_id = source.id
         fork.newest = source.newest
         fork.conversation = source.conversation
+        fork.chain = source.chain
         fork.record = source.record
         fork.turns = list(source.turns)
         if end is not None:
@@ -214,9 +230,15 @@ class SessionDesk:
             turns = 1
         end = chosen_end(session, order.boundary, turns)
         before = self._info(session)
+        keys, digests = self._keeper.boundaries(session), _turn_digests(session)
         if self._sessions.hot is session and self._engine.position > end.position:
             self._sessions.clear_hot()
         self._cut(session, end)
+        left = set(_turn_digests(session))
+        session.remember_undone(
+            (key for key in keys if key.position > end.position),
+            (digest for digest in digests if digest not in left),
+        )
         self._sessions.touch(session, time.monotonic())
         self._archive.session_changed(session)
         after = self._info(session)
@@ -228,14 +250,19 @@ class SessionDesk:
         # The token that closed a turn is no part of its state, but of what its record goes on from.
         length = min(len(journal), position + (end.kind == "turn_end"))
         cut = Journal(np.array(journal.tokens[:length]), clip(journal.spans, length))
-        cut.keep_marks([m for m in journal.marks if m.messages <= end.messages], position)
-        cut.chain = journal.chain[: end.messages + 1]
-        session.journal = cut
+        marks = [
+            m for m in journal.marks if m.messages <= end.messages and session.knows(m.messages)
+        ]
+        cut.keep_marks(marks, position)
         session.turns = [
             turn
             for turn in session.turns
-            if turn.messages <= end.messages and turn.position <= position
+            if turn.messages <= end.messages
+            and turn.position <= position
+            and session.knows(turn.messages)
         ]
+        session.chain = cut.chain = session.chain[: end.messages + 1]
+        session.journal = cut
         if session.conversation is not None:
             session.conversation = shortened(session.conversation, end.messages)
         session.record = self._record_of(session)
@@ -247,7 +274,7 @@ class SessionDesk:
         """The record that its next turn can go on from, kept or made anew."""
         if session.conversation is None:
             return None
-        kept = self._transcripts.longest(session.namespace, session.journal.chain)
+        kept = self._transcripts.longest(session.namespace, session.chain)
         if not session.turns:
             return kept
         last = session.turns[-1]
@@ -281,12 +308,18 @@ class SessionDesk:
         session = self._idle(order.owner, order.session_id)
         keys, digests = self._keeper.boundaries(session), _turn_digests(session)
         self._sessions.drop(session)  # whoever watches the registry's ends tells the archive
-        others = [v for v in self._sessions.views() if v.namespace == session.namespace]
-        shared = max((lcp(v.tokens, session.journal.tokens) for v in others), default=0)
+        others = [s for s in self._sessions.all() if s.namespace == session.namespace]
+        tokens = session.journal.tokens
+        shared = max((lcp(s.journal.tokens, tokens) for s in others), default=0)
         alone = [key for key in keys if key.position > shared]
+        undone = [key for key in session.undone.keys if key not in keys and self._store.holds(key)]
+        if undone:
+            theirs = {key for other in others for key in self._keeper.boundaries(other)}
+            alone += [key for key in undone if key not in theirs]
         dropped = sum(self._store.drop(key) for key in alone)
-        known = {digest for view in others for digest in view.chain}
-        self._archive.turns_gone(session.namespace, [d for d in digests if d not in known])
+        known = {digest for s in others for digest in (*s.chain, *s.journal.chain)}
+        gone = dict.fromkeys([*digests, *session.undone.turns])
+        self._archive.turns_gone(session.namespace, [d for d in gone if d not in known])
         return Deleted(session.id, dropped)
 
     def _idle(self, owner: str, session_id: str) -> Session:
@@ -302,16 +335,13 @@ class SessionDesk:
 
     def _export(self, order: ExportSession) -> Exported:
         session = self._idle(order.owner, order.session_id)
-        capsules: list[ExportedCapsule] = []
-        for key in reversed(self._keeper.boundaries(session)):
-            try:
-                taken = self._store.get(key)
-            except CapsuleLostError:
-                continue  # a torn file, as the log says; the one before it will do
-            parts = tuple(taken.capsule.parts)
-            capsules.insert(0, ExportedCapsule(key.position, tuple(taken.spans), parts))
-            if not order.every_boundary:
-                break
+        keys = self._keeper.boundaries(session)
+        chosen = keys if order.every_boundary else keys[-1:]
+        # Here only names and references: the bytes are read and packed by whoever writes the file.
+        capsules = [
+            ExportedCapsule(key.position, self._store.entry(key).spans, self._store.parts_of(key))
+            for key in chosen
+        ]
         journal = session.journal
         return Exported(
             session_id=session.id,
@@ -325,40 +355,42 @@ class SessionDesk:
             capsules=tuple(capsules),
         )
 
-    def _import(self, order: ImportSession) -> Imported:
-        # All of them before the first is kept: a bad part must leave nothing behind. Under names of
-        # their own: nobody can prove that these bytes are what their tokens give.
-        apart = secrets.token_bytes(16)
+    def _import_capsule(self, order: ImportCapsule) -> CapsuleImported:
+        key, packed = order.key, order.packed
+        if self._store.holds(key):
+            # One that was computed here, or an earlier import: the name is taken, pin and all.
+            return CapsuleImported(kept=False, known=True, refused=None)
         try:
-            capsules = [
-                (packed, self._engine.unpack(packed.position, packed.parts, apart))
-                for packed in order.capsules
-            ]
-        except MemoryError as error:
+            capsule = self._engine.unpack(key.position, packed.parts, order.apart)
+        except (MemoryError, RuntimeError) as error:
+            if not out_of_memory(error):
+                raise
             raise OverBudgetError(f"There is no memory for the session: {error}.") from None
+        refusal = self._store.put(key, capsule, packed.spans, based_on=order.based_on)
+        kept = self._store.holds(key)
+        return CapsuleImported(kept, known=False, refused=None if kept else refusal)
+
+    def _drop_imported(self, order: DropImported) -> ImportDropped:
+        there = [key for key in order.keys if self._store.holds(key)]
+        return ImportDropped(sum(self._store.drop(key) for key in there))
+
+    def _import(self, order: ImportSession) -> SessionInfo:
         journal = Journal(np.array(order.tokens), order.spans)
         journal.keep_marks(order.marks, len(journal))
         journal.chain = order.chain
         session = self._sessions.create(order.namespace, journal, time.monotonic())
         session.conversation = order.conversation
+        session.chain = order.chain
         session.record = order.record
         session.turns = list(order.turns)
-        digests = prefix_digests(journal.tokens, [packed.position for packed, _ in capsules])
-        kept, refused = 0, None
-        for (packed, capsule), digest in zip(capsules, digests, strict=True):
-            key = CapsuleKey(order.namespace, packed.position, digest)
-            refusal = self._store.put(key, capsule, packed.spans, based_on=session.newest)
-            if self._store.holds(key):
-                kept += 1
-                session.newest = key
-            else:
-                refused = refusal
+        if order.newest is not None and self._store.holds(order.newest):
+            session.newest = order.newest
         if order.record is not None and len(order.chain) > len(order.record.messages):
             digest = order.chain[len(order.record.messages)]
             self._archive.turn_ended(order.namespace, digest, order.record)
         self._sessions.trim()
         self._archive.session_changed(session)
-        return Imported(self._info(session), kept, refused)
+        return self._info(session)
 
 
 def record_at(
@@ -378,5 +410,5 @@ def record_at(
 
 
 def _turn_digests(session: Session) -> list[bytes]:
-    chain = session.journal.chain
+    chain = session.chain
     return [chain[turn.messages] for turn in session.turns if turn.messages < len(chain)]

@@ -12,32 +12,33 @@ What a caller may rely on:
   its file and every capsule that needs it; it is never loaded.
 - A manifest of another fingerprint or format is foreign as a whole: one log line, and everything
   in it is dropped, since none of it could ever be restored here.
-- A manifest that is damaged is set aside as `manifest.corrupt-<n>`: one log line, an empty store.
-- When a write fails, `fault` says why, what waits is given up and reads go on. The first save after
-  RETRY_S tries again, and clears the fault when it works.
+- A row of the manifest that is damaged is dropped alone: one log line. A table that is damaged is
+  set aside as `manifest.corrupt-<n>`: one log line, an empty store.
+- When a write fails, `fault` says why, waiting saves are given up (`take_given_up`) and reads go
+  on. Rows and removals wait. The first change after RETRY_S tries again, and clears the fault when
+  it works; the end of the process tries at once, removals at the least.
 """
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 import sqlite3
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
 from capserve.engine.seam import CapsulePart
 from capserve.errors import CapsuleError, StartupError
-from capserve.serving import manifest as tables
 from capserve.serving.disk_files import DirectoryLock, PartFile, PartFiles, make_directory
 from capserve.serving.disk_index import Footprint
+from capserve.serving.disk_open import no_collection, open_manifest
 from capserve.serving.disk_queue import (
     Clear,
     DropPart,
+    DropRows,
     DropSession,
     DropTurns,
     Forget,
@@ -49,7 +50,8 @@ from capserve.serving.disk_queue import (
 )
 from capserve.serving.disk_state import DiskState
 from capserve.serving.disk_writer import DiskWriter
-from capserve.serving.manifest import Loaded, Manifest, ManifestCorruptError
+from capserve.serving.manifest import FILE_NAME, BadRow, ManifestCorruptError
+from capserve.serving.manifest_read import read_sessions, read_turns
 from capserve.serving.rows import CapsuleKey, CapsuleRow, SessionRow, TurnRow
 
 log = logging.getLogger("capserve.disk")
@@ -57,7 +59,14 @@ log = logging.getLogger("capserve.disk")
 PENDING_BYTES = 1 << 30
 """Bytes of parts that may wait; a disk that is slower than that loses the oldest saves."""
 
+LEAST_PENDING_BYTES = 64 << 20
+
 _Row = TypeVar("_Row")
+
+
+def pending_bound(host_budget_bytes: int) -> int:
+    """Most bytes that may wait beside a memory of this budget: they may have left it already."""
+    return min(PENDING_BYTES, max(LEAST_PENDING_BYTES, host_budget_bytes // 2))
 
 
 def default_capsule_dir() -> Path:
@@ -77,12 +86,20 @@ class BadPart:
 class DiskTier:
     """Queries and changes from any thread. The lock is never held across I/O."""
 
-    def __init__(self, directory: Path, files: PartFiles, state: DiskState, writer: DiskWriter):
+    def __init__(
+        self,
+        directory: Path,
+        files: PartFiles,
+        state: DiskState,
+        writer: DiskWriter,
+        tidies: bool,
+    ) -> None:
         """Use `open`."""
         self.directory = directory
         self._files = files
         self._state = state
         self._writer = writer
+        self._tidies = tidies
 
     @classmethod
     def open(
@@ -91,10 +108,15 @@ class DiskTier:
         fingerprint: str | None,
         budget_bytes: int,
         pending_bytes: int = PENDING_BYTES,
+        *,
+        tidies: bool = True,
     ) -> DiskTier:
         """Take the directory, and start writing in the background.
 
-        `fingerprint`: the engine's; None takes whatever is there, for tools that load nothing.
+        `fingerprint`: the engine's. None is for tools that load nothing: it takes whose store is
+        there, and refuses one that is damaged or of another format. `tidies`: what a crash left
+        and what can't be read is removed, so is what is over the budget; else nothing changes that
+        is not asked for.
         Raises StartupError when another process has the directory, or when it can't be written.
         """
         make_directory(directory)
@@ -103,25 +125,34 @@ class DiskTier:
         except OSError as error:
             raise StartupError(f"capsule directory {directory}: {error.strerror}") from None
         try:
-            with _no_collection():
-                manifest, loaded, fingerprint = _open_manifest(directory, fingerprint)
+            with no_collection():
+                manifest, loaded, owner = open_manifest(directory, fingerprint, tidies)
                 state = DiskState(budget_bytes, pending_bytes)
                 state.index.load(loaded.parts, loaded.rows)
+        except StartupError:
+            lock.release()
+            raise
         except (OSError, sqlite3.Error) as error:
             lock.release()
             raise StartupError(f"capsule directory {directory}: {error}") from None
         if loaded.partless:
             log.warning(
-                "capsule directory %s: %d capsules without all their parts are dropped",
+                "capsule directory %s: %d capsules without all their parts are left out",
                 directory,
                 len(loaded.partless),
             )
-        for key in loaded.partless:
+        if loaded.unreadable:
+            log.warning(
+                "capsule directory %s: %d unreadable rows of capsules and parts are left out",
+                directory,
+                loaded.unreadable,
+            )
+        for key in loaded.partless if tidies else ():
             state.queue.put(Forget(key))
         files = PartFiles(directory)
-        writer = DiskWriter(directory, lock, manifest, files, state, fingerprint)
+        writer = DiskWriter(directory, lock, manifest, files, state, owner, tidies)
         writer.thread.start()
-        return cls(directory, files, state, writer)
+        return cls(directory, files, state, writer, tidies)
 
     # -- queries -------------------------------------------------------------------------------
 
@@ -131,11 +162,11 @@ class DiskTier:
 
     def sessions(self) -> list[SessionRow]:
         """From the manifest, in the order of their last use."""
-        return self._read_rows(lambda: tables.read_sessions(self.directory))
+        return self._read_rows(lambda: read_sessions(self.directory))
 
     def turns(self, most_bytes: int | None = None) -> list[TurnRow]:
         """From the manifest, the oldest first; of more than `most_bytes`, the newest."""
-        return self._read_rows(lambda: tables.read_turns(self.directory, most_bytes))
+        return self._read_rows(lambda: read_turns(self.directory, most_bytes))
 
     def holds(self, key: CapsuleKey) -> bool:
         """Whether a kill of the process would leave this capsule."""
@@ -187,6 +218,25 @@ class DiskTier:
             found = [key for key in self._state.evicted if key not in self._state.index]
             self._state.evicted = []
             return found
+
+    @property
+    def has_news(self) -> bool:
+        """Whether `take_evicted` or `take_given_up` has anything. Takes no lock: what comes at the
+        same moment is heard the next time."""
+        return bool(self._state.evicted or self._state.given_up)
+
+    def take_given_up(self) -> list[CapsuleKey]:
+        """Saves, since the last call, that may be handed over again: too many waited, or the disk
+        had a fault."""
+        with self._state.condition:
+            found, self._state.given_up = self._state.given_up, []
+            return found
+
+    @property
+    def takes_saves(self) -> bool:
+        """No fault stands in the way, or it is time to try again."""
+        with self._state.condition:
+            return not self._state.is_off()
 
     def read(self, name: bytes) -> memoryview:
         """A part's file, whole and checked.
@@ -280,7 +330,7 @@ class DiskTier:
     def clear(self) -> None:
         """Forget every capsule, session and turn that came before."""
         with self._state.condition:
-            self._state.queue.drop_heavy()
+            self._state.queue.drop()
             for row in self._state.index.rows():
                 self._state.index.hide(row.key)
             self._state.touched.clear()
@@ -310,16 +360,23 @@ class DiskTier:
 
     # -- any thread, with I/O ------------------------------------------------------------------
 
-    def _read_rows(self, read: Callable[[], list[_Row]]) -> list[_Row]:
+    def _read_rows(self, read: Callable[[], tuple[list[_Row], list[BadRow]]]) -> list[_Row]:
         with self._state.condition:
             generation = self._state.generation
         try:
-            return read()
+            found, bad = read()
+            if bad:
+                path, table = self.directory / FILE_NAME, bad[0].table
+                log.warning("%s: %d unreadable rows of %s are left out", path, len(bad), table)
+            if bad and self._tidies:
+                with self._state.condition:
+                    self._state.put(DropRows(tuple(bad)))
+            return found
         except ManifestCorruptError as error:
             with self._state.condition:
                 self._state.put(StartOver(str(error), generation))
         except sqlite3.Error as error:
-            log.warning("%s: unreadable, %s", self.directory / tables.FILE_NAME, error)
+            log.warning("%s: unreadable, %s", self.directory / FILE_NAME, error)
         return []
 
     def _drop_bad(self, name: bytes, file: PartFile, reason: str) -> None:
@@ -333,61 +390,3 @@ class DiskTier:
                 self._state.put(Forget(key))
             self._state.put(DropPart(name))
         log.warning("%s is dropped with %d capsules: %s", self._files.path(name), len(lost), reason)
-        try:
-            self._files.remove(name)
-        except OSError as error:
-            log.warning("%s stays: %s", self._files.path(name), error.strerror)
-
-
-@contextmanager
-def _no_collection() -> Iterator[None]:
-    """A store's rows are a hundred thousand new objects and none is garbage: the collector would
-    walk them over and over, for a third of the time that they take."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
-
-
-def _open_manifest(directory: Path, fingerprint: str | None) -> tuple[Manifest, Loaded, str]:
-    try:
-        return _try_manifest(directory, fingerprint)
-    except ManifestCorruptError as error:
-        aside = tables.set_aside(directory / tables.FILE_NAME)
-        log.error("manifest set aside as %s, the store starts empty: %s", aside, error)
-    return _try_manifest(directory, fingerprint)
-
-
-def _try_manifest(directory: Path, fingerprint: str | None) -> tuple[Manifest, Loaded, str]:
-    manifest = Manifest(directory)
-    try:
-        fingerprint = _own(manifest, fingerprint)
-        return manifest, manifest.load(), fingerprint
-    except BaseException:
-        manifest.close()
-        raise
-
-
-def _own(manifest: Manifest, fingerprint: str | None) -> str:
-    """Whose it is now. Emptied when it was another engine's, or of another format."""
-    meta = manifest.meta()
-    mine = fingerprint if fingerprint is not None else meta.get("fingerprint", "")
-    if meta == {"fingerprint": mine, "format": tables.FORMAT}:
-        return mine
-    if meta:
-        log.warning(
-            "%s: everything in it is dropped, it is of format %s and engine %s, not %s and %s",
-            manifest.path,
-            meta.get("format"),
-            meta.get("fingerprint"),
-            tables.FORMAT,
-            mine,
-        )
-    manifest.begin()
-    manifest.clear()
-    manifest.set_meta(mine)
-    manifest.commit()
-    return mine

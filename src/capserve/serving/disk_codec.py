@@ -10,20 +10,20 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable
 
 import numpy as np
+from xxhash import xxh3_64_digest
 
+from capserve.serving.conversation_json import message_of, message_row, switches_of, tools_of
 from capserve.serving.journal import Span, SpanKind, TurnMark
 from capserve.serving.rows import TurnEnd
-from capserve.text.messages import Message, ToolCall
 from capserve.text.prompt import TurnRecord
 
 NAME_BYTES = 16
 """Of a part's name and of a digest."""
 
-UNREADABLE = (ValueError, TypeError, KeyError, struct.error)
+UNREADABLE = (ValueError, TypeError, KeyError, RecursionError, struct.error)
 """What reading a column raises that was not packed here."""
 
 _SPAN = struct.Struct("<?qq")
@@ -71,6 +71,13 @@ def cut_names(data: bytes) -> list[bytes]:
     return [data[start : start + NAME_BYTES] for start in range(0, len(data), NAME_BYTES)]
 
 
+def row_check(*columns: bytes | int | float | None) -> bytes:
+    """A checksum of a row: to find damage, not malice."""
+    blobs = [column for column in columns if isinstance(column, bytes)]
+    shape = [len(column) if isinstance(column, bytes) else repr(column) for column in columns]
+    return xxh3_64_digest(repr(shape).encode() + b"".join(blobs))
+
+
 def pack_text(text: str) -> bytes:
     return text.encode("utf-8", "surrogatepass")
 
@@ -83,7 +90,7 @@ def pack_record(record: TurnRecord) -> tuple[bytes, bytes, bytes]:
     """(text, tokens as int32 little endian, the rest as JSON)."""
     kwargs = None if record.template_kwargs is None else dict(record.template_kwargs)
     rest = {
-        "messages": [_message_fields(message) for message in record.messages],
+        "messages": [message_row(message) for message in record.messages],
         "tools": [dict(tool) for tool in record.tools],
         "template_kwargs": kwargs,
     }
@@ -95,26 +102,9 @@ def unpack_record(text: bytes, tokens: bytes, rest: bytes) -> TurnRecord:
     """Raises one of UNREADABLE for what `pack_record` did not write."""
     fields = json.loads(rest)
     return TurnRecord(
-        messages=tuple(_message(message) for message in fields["messages"]),
+        messages=tuple(message_of(message) for message in fields["messages"]),
         text=unpack_text(text),
         tokens=np.frombuffer(tokens, dtype="<i4").astype(np.int32, copy=False),
-        tools=tuple(fields["tools"]),
-        template_kwargs=fields["template_kwargs"],
+        tools=tools_of(fields["tools"]),
+        template_kwargs=switches_of(fields["template_kwargs"]),
     )
-
-
-def _message_fields(message: Message) -> Mapping[str, Any]:
-    return {
-        "role": message.role,
-        "content": message.content,
-        "reasoning": message.reasoning,
-        "tool_calls": [[call.name, call.arguments, call.id] for call in message.tool_calls],
-        "tool_call_id": message.tool_call_id,
-        "name": message.name,
-        "breakpoint": message.breakpoint,
-    }
-
-
-def _message(fields: dict[str, Any]) -> Message:
-    calls = tuple(ToolCall(*call) for call in fields.pop("tool_calls"))
-    return Message(tool_calls=calls, **fields)

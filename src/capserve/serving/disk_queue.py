@@ -1,8 +1,9 @@
 """What waits to be written, in which order, and what is given up when it is too much?
 
 Changes in the order in which they came. A newer row of the same session or capsule takes the place
-of one that waits. Parts keep their memory while they wait, so saves are bounded in bytes; rows that
-only say that something is gone or pinned are small, and are never given up.
+of one that waits. Parts keep their memory while they wait, so saves are bounded in bytes, but for
+the newest one; rows that only say that something is gone or pinned are small, and are never given
+up.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from capserve.engine.seam import CapsulePart
+from capserve.serving.manifest import BadRow
 from capserve.serving.rows import CapsuleKey, CapsuleRow, SessionRow, TurnRow
 
 BATCH_BYTES = 64 << 20
@@ -60,7 +62,7 @@ class DropTurns:
 
 @dataclass(frozen=True, slots=True)
 class DropPart:
-    """Its file was bad and is gone."""
+    """Its file is bad. The writer unlinks it, who may be writing it anew."""
 
     name: bytes
 
@@ -78,6 +80,13 @@ class StartOver:
     generation: int
 
 
+@dataclass(frozen=True, slots=True)
+class DropRows:
+    """They can't be read."""
+
+    rows: tuple[BadRow, ...]
+
+
 Change: TypeAlias = (
     Save
     | Forget
@@ -89,8 +98,11 @@ Change: TypeAlias = (
     | DropPart
     | Clear
     | StartOver
+    | DropRows
 )
-HEAVY = (Save, PutSession, PutTurn)
+ROWS = (PutSession, PutTurn)
+"""Those that outlive a fault: small, and nobody would hand them over again."""
+HEAVY = (Save, *ROWS)
 """Those that bring new bytes."""
 
 
@@ -99,8 +111,6 @@ class WriteQueue:
 
     def __init__(self) -> None:
         self.pending_bytes = 0
-        self.heavy = 0
-        """Waiting changes that bring new bytes."""
         self._changes: OrderedDict[int, Change] = OrderedDict()
         self._next = 0
         self._places: dict[CapsuleKey | str, int] = {}
@@ -129,15 +139,19 @@ class WriteQueue:
             case _:
                 pass
         self.pending_bytes += _row_bytes(change)
-        self.heavy += isinstance(change, HEAVY)
         self._changes[self._next] = change
         self._next += 1
 
     def put_back(self, changes: Sequence[Change]) -> None:
-        """At the front: what could not be written. No `HEAVY` ones."""
+        """At the front: what was taken and could not be written. No saves."""
         for change in reversed(changes):
-            assert not isinstance(change, HEAVY)
+            assert not isinstance(change, Save)
             place = next(iter(self._changes), self._next) - 1
+            if isinstance(change, PutSession):
+                if change.row.id in self._places:
+                    continue  # a newer row waits
+                self._places[change.row.id] = place
+            self.pending_bytes += _row_bytes(change)  # its taker releases it
             self._changes[place] = change
             self._changes.move_to_end(place, last=False)
 
@@ -163,25 +177,28 @@ class WriteQueue:
         return True
 
     def trim(self, bound_bytes: int) -> list[CapsuleKey]:
-        """Give up the oldest saves, then the oldest turns, until the rest is within the bound."""
+        """Give up the oldest saves, then the oldest turns, until the rest is within the bound.
+
+        The newest save stays, or one that is larger than the bound would never be written.
+        """
         lost: list[CapsuleKey] = []
+        newest = next((p for p, c in reversed(self._changes.items()) if isinstance(c, Save)), None)
         for kind in (Save, PutTurn):
             for place, change in list(self._changes.items()):
                 if self.pending_bytes <= bound_bytes:
                     return lost
-                if isinstance(change, kind):
+                if isinstance(change, kind) and place != newest:
                     self._remove(place)
                     if isinstance(change, Save):
                         lost.append(change.row.key)
         return lost
 
-    def drop_heavy(self) -> list[CapsuleKey]:
-        """Give up all that brings new bytes; the capsules among it."""
-        heavy = [place for place, c in self._changes.items() if isinstance(c, HEAVY)]
-        lost = [c.row.key for c in self._changes.values() if isinstance(c, Save)]
-        for place in heavy:
+    def drop(self, kinds: tuple[type, ...] = HEAVY) -> list[CapsuleKey]:
+        """Give up all changes of these kinds; the capsules among them."""
+        dropped = [(place, c) for place, c in self._changes.items() if isinstance(c, kinds)]
+        for place, _ in dropped:
             self._remove(place)
-        return lost
+        return [c.row.key for _, c in dropped if isinstance(c, Save)]
 
     def take(self) -> list[Change]:
         """The next changes, for one transaction. `release` each when it is done with."""
@@ -218,7 +235,6 @@ class WriteQueue:
 
     def _unlink(self, place: int) -> Change:
         change = self._changes.pop(place)
-        self.heavy -= isinstance(change, HEAVY)
         match change:
             case Save(row, _):
                 self._places.pop(row.key, None)

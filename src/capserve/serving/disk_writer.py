@@ -21,10 +21,11 @@ from capserve.engine.seam import CapsulePart
 from capserve.serving.disk_files import DirectoryLock, PartFiles, free_bytes
 from capserve.serving.disk_index import DiskIndex, Entry
 from capserve.serving.disk_queue import (
-    HEAVY,
+    ROWS,
     Change,
     Clear,
     DropPart,
+    DropRows,
     DropSession,
     DropTurns,
     Forget,
@@ -36,7 +37,7 @@ from capserve.serving.disk_queue import (
 )
 from capserve.serving.disk_state import DiskState
 from capserve.serving.manifest import Manifest, ManifestCorruptError, is_corrupt
-from capserve.serving.rows import CapsuleRow, PartRow
+from capserve.serving.rows import CapsuleKey, CapsuleRow, PartRow
 
 log = logging.getLogger("capserve.disk")
 
@@ -62,13 +63,16 @@ class DiskWriter:
         files: PartFiles,
         state: DiskState,
         fingerprint: str,
+        tidies: bool = True,
     ) -> None:
+        """`tidies`: begin with removing what a crash left and what is over the budget."""
         self._directory = directory
         self._lock = lock
         self._manifest = manifest
         self._files = files
         self._state = state
         self._fingerprint = fingerprint
+        self._tidies = tidies
         self._steps: list[Callable[[], None]] = []
         """Of the next transaction, in the order of the changes."""
         self._finishing: list[Entry] = []
@@ -77,8 +81,12 @@ class DiskWriter:
         """Parts that have a file and no committed row."""
         self._removing: list[Forget] = []
         """Evictions that are not committed."""
+        self._bad_files: list[bytes] = []
+        """Of parts whose rows it removes."""
         self._needed_bytes = 0
         """Of the write in progress, for the fault."""
+        self._broken_save: CapsuleKey | None = None
+        """The one that the failed write is to blame on."""
         self._no_manifest = False
         """A new one could not be made yet."""
         self.thread = threading.Thread(target=self._run, name="capserve-disk", daemon=True)
@@ -86,19 +94,23 @@ class DiskWriter:
     def _run(self) -> None:
         state = self._state
         try:
-            self._guarded([], self._tidy)
+            if self._tidies:
+                self._guarded([], self._tidy)
             while (batch := self._next_batch()) is not None:
                 self._guarded(batch, partial(self._write, batch))
         except Exception as error:
             log.exception("the disk tier has stopped")
             with state.condition:
-                state.fault = f"{self._directory}: {type(error).__name__}: {error}"
+                state.fault = f"{type(error).__name__}: {error}"
                 state.retry_at = float("inf")
-                state.give_up(state.queue.drop_heavy())
+                state.last_try_failed = True
+                state.give_up(state.queue.drop())
         finally:
             with state.condition:
                 state.busy = False
                 state.condition.notify_all()
+                # Reads go on: the directory stays this process' own.
+                state.condition.wait_for(lambda: state.closing)
             self._manifest.close()
             self._lock.release()
 
@@ -108,7 +120,8 @@ class DiskWriter:
         with state.condition:
             state.busy = False
             state.condition.notify_all()
-            state.condition.wait_for(lambda: state.closing or state.has_work())
+            while not (state.closing or state.has_work()):
+                state.condition.wait(state.wait_s())
             if not state.has_work():
                 return None
             state.busy = True
@@ -118,7 +131,9 @@ class DiskWriter:
         state = self._state
         try:
             work()
-        except (OSError, sqlite3.Error, ManifestCorruptError) as error:
+        except Exception as error:  # told in `fault`, and tried again
+            if not isinstance(error, (OSError, sqlite3.Error, ManifestCorruptError)):
+                log.exception("capsules are not written")
             self._failed(error, batch)
         else:
             with state.condition:
@@ -199,6 +214,8 @@ class DiskWriter:
                 self._steps.append(self._manifest.clear)
                 # A later save must not take over a part whose row goes here.
                 self._commit()
+            case DropRows(rows):
+                self._steps.append(lambda: manifest.drop_rows(rows))
             case StartOver(reason, generation):
                 if generation == state.generation:
                     raise ManifestCorruptError(reason)
@@ -225,9 +242,11 @@ class DiskWriter:
                 state.refused_saves += 1
                 state.evicted.append(row.key)
             return
-        except (OSError, sqlite3.Error):
+        except Exception as error:
             with state.condition:
                 index.abort(entry)
+            if not isinstance(error, (OSError, sqlite3.Error)):
+                self._broken_save = row.key
             raise
         self._finishing.append(entry)
         self._steps.append(partial(self._list, entry))
@@ -251,6 +270,7 @@ class DiskWriter:
             written_again = name in self._state.index.parts
         if not written_again:
             self._manifest.drop_parts([name])
+            self._bad_files.append(name)
 
     def _write_part(self, part: CapsulePart, entry: Entry) -> None:
         pieces = part.pack()
@@ -297,7 +317,7 @@ class DiskWriter:
             manifest.drop_parts(dead)
             manifest.set_used(used.items())
             manifest.commit()
-        except (OSError, sqlite3.Error):
+        except Exception:
             with state.condition:
                 state.touched = used | state.touched
             raise
@@ -311,7 +331,10 @@ class DiskWriter:
                 else:
                     index.finish(entry)
             gone = [name for name in dead if name in index.dead]
+        bad, self._bad_files = self._bad_files, []
         self._steps, self._finishing, self._removing = [], [], []
+        for name in bad:
+            self._files.remove(name)
         for name in gone:
             self._files.remove(name)
             self._unlisted.discard(name)
@@ -328,12 +351,21 @@ class DiskWriter:
         with state.condition:
             for entry in self._finishing:
                 index.abort(entry)
+            broken, self._broken_save = self._broken_save, None
             lost = [c.row.key for c in batch if isinstance(c, Save) and c.row.key not in index]
-            state.give_up([*lost, *state.queue.drop_heavy()])
-            light = [c for c in batch if not isinstance(c, (*HEAVY, StartOver))]
-            state.queue.put_back([*self._removing, *light])
+            if broken is not None:  # it would fail again, and take others with it
+                state.evicted.append(broken)
+                lost.remove(broken)
+            state.give_up([*lost, *state.queue.drop((Save,))])
+            kept = [c for c in batch if not isinstance(c, (Save, StartOver))]
+            if state.closing:
+                # A full disk may still take what frees room: once more, with that alone.
+                state.last_try_failed = not any(isinstance(c, (Save, *ROWS)) for c in batch)
+                kept = [c for c in kept if not isinstance(c, ROWS)]
+                state.queue.drop(ROWS)
+            state.queue.put_back([*self._removing, *kept])
             unlisted = [name for name in self._unlisted if name in index.dead]
-        self._steps, self._finishing, self._removing = [], [], []
+        self._steps, self._finishing, self._removing, self._bad_files = [], [], [], []
         # Half a capsule helps nobody, and its bytes are what the disk has not got.
         for name in unlisted:
             try:
@@ -352,18 +384,20 @@ class DiskWriter:
     def _switch_off(self, error: Exception) -> None:
         state = self._state
         path = getattr(error, "filename", None) or self._manifest.path
-        what = getattr(error, "strerror", None) or str(error)
+        what = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
         try:
             free = f"{free_bytes(self._directory):,} bytes free"
         except OSError as unknown:
             free = f"free bytes unknown ({unknown.strerror})"
         needed = f"{self._needed_bytes:,} bytes needed, " if self._needed_bytes else ""
-        fault = f"{path}: {what}; {needed}{free}"
         self._needed_bytes = 0
         with state.condition:
-            state.fault = fault
+            state.fault = what  # shown to whoever asks for `/health`: no path, no sizes
             state.retry_at = time.monotonic() + RETRY_S
-        log.error("capsules are not written for %.0f s at the least: %s", RETRY_S, fault)
+        log.error(
+            "capsules are not written for %.0f s at the least: %s: %s; %s%s",
+            *(RETRY_S, path, what, needed, free),
+        )
 
     def _start_over(self, error: Exception) -> None:
         """An empty manifest in place of a damaged one. Its capsules are lost, and no others."""

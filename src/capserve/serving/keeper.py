@@ -39,7 +39,7 @@ class Keeper:
         reuse later, never the turn.
         """
         key = self._key(session)
-        if self._store.in_memory(key):
+        if self._store.in_memory(key) and not self._is_better(session, key):
             self._store.use(key)
             refusal = self._store.pin(key) if pin else None
         else:
@@ -186,7 +186,15 @@ class Keeper:
             self._store.protect(None)
         self._store.expire(self._sessions.idle_ttl_s)
         self._store.note_disk()
-        self._store.check()
+        self._store.save_again()
+        self._store.check_some()
+
+    def _is_better(self, session: Session, key: CapsuleKey) -> bool:
+        """Is the live state exact, and the one that is kept under its name not?"""
+        grid = self._engine.limits.grid
+        return session.journal.bit_exact(key.position, grid) and not (
+            key.position % grid or self._store.exact(key)
+        )
 
     def _key(self, session: Session) -> CapsuleKey:
         position = self._engine.position

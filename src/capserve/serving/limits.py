@@ -23,7 +23,7 @@ class Limits:
     """429 with Retry-After above it."""
     session_idle_ttl_s: float = 4 * 3600.0
     """Sessions, and the memory of capsules that are not pinned, are dropped when unused for longer.
-    On disk both stay until its budget needs the room."""
+    Capsules on disk stay until its budget needs the room."""
     capsule_budget_bytes: Mapping[str, int] = field(
         default_factory=lambda: MappingProxyType({"host": 2 << 30})
     )

@@ -2,19 +2,24 @@
 
 SQLite in WAL mode. A committed row survives the end of the process however it comes. `synchronous`
 is NORMAL: a loss of power may take the last rows, never the table, and since part files are fsynced
-before their rows, a row that is there has its parts. One thread writes; `read_*` open connections
-of their own.
+before their rows, a row that is there has its parts. One thread writes; those who read sessions and
+turns open connections of their own (`manifest_read.py`).
+
+Each row carries a checksum, since a byte that turns on the disk may leave a row that reads well. A
+row that fails it, or makes no sense, is left out and removed, and no other suffers. What may change
+while the row stays (pins, times of use, marks of superseded turns) is outside the checksum.
 """
 
 from __future__ import annotations
 
 import os
 import sqlite3
-from collections.abc import Iterable, Iterator
-from contextlib import closing, suppress
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
+from math import isfinite
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 from capserve.serving.disk_codec import (
     NAME_BYTES,
@@ -25,15 +30,13 @@ from capserve.serving.disk_codec import (
     pack_record,
     pack_spans,
     pack_text,
-    unpack_ends,
-    unpack_marks,
-    unpack_record,
+    row_check,
     unpack_text,
 )
 from capserve.serving.disk_files import PartFile
 from capserve.serving.rows import CapsuleKey, CapsuleRow, PartRow, SessionRow, TurnRow
 
-FORMAT = "1"
+FORMAT = "2"
 """Of the tables and of the part files. A manifest of another format is foreign."""
 
 FILE_NAME = "manifest.sqlite3"
@@ -42,25 +45,28 @@ _TABLES = """
 CREATE TABLE IF NOT EXISTS meta (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS parts (
     name BLOB PRIMARY KEY, nbytes INTEGER NOT NULL, file_bytes INTEGER NOT NULL,
-    checksum BLOB NOT NULL) WITHOUT ROWID;
+    checksum BLOB NOT NULL, row_check BLOB NOT NULL) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS capsules (
     namespace BLOB NOT NULL, position INTEGER NOT NULL, digest BLOB NOT NULL,
     spans BLOB NOT NULL, parts BLOB NOT NULL,
-    based_on_position INTEGER, based_on_digest BLOB,
+    based_on_position INTEGER, based_on_digest BLOB, row_check BLOB NOT NULL,
     pinned INTEGER NOT NULL, used_at REAL NOT NULL,
     PRIMARY KEY (namespace, position, digest));
 CREATE TABLE IF NOT EXISTS sessions (
     id BLOB PRIMARY KEY, namespace BLOB NOT NULL, parent_id BLOB,
     tokens BLOB NOT NULL, spans BLOB NOT NULL, marks BLOB NOT NULL, turns BLOB NOT NULL,
     chain BLOB NOT NULL, newest_position INTEGER, newest_digest BLOB,
-    conversation BLOB NOT NULL, used_at REAL NOT NULL);
+    conversation BLOB NOT NULL, used_at REAL NOT NULL, row_check BLOB NOT NULL);
 CREATE TABLE IF NOT EXISTS turns (
     namespace BLOB NOT NULL, digest BLOB NOT NULL, supersedes BLOB,
     text BLOB NOT NULL, tokens BLOB NOT NULL, rest BLOB NOT NULL, used_at REAL NOT NULL,
-    superseded INTEGER NOT NULL, nbytes INTEGER NOT NULL,
+    row_check BLOB NOT NULL, superseded INTEGER NOT NULL, nbytes INTEGER NOT NULL,
     PRIMARY KEY (namespace, digest));
 CREATE INDEX IF NOT EXISTS turns_by_age ON turns (superseded, used_at, nbytes);
 """
+
+
+Table = Literal["sessions", "turns"]
 
 
 class ManifestCorruptError(Exception):
@@ -74,11 +80,24 @@ class Loaded:
     """In the order of their last use."""
     partless: list[CapsuleKey]
     """Of capsules that name parts which no row knows."""
+    unreadable: int
+    """Rows that were left out."""
+
+
+@dataclass(frozen=True, slots=True)
+class BadRow:
+    """Which row can't be read; both columns, since a number is given again."""
+
+    table: Table
+    rowid: int
+    check: bytes
 
 
 def is_corrupt(error: sqlite3.Error) -> bool:
     """The table itself is damaged, rather than the disk full or a file out of reach."""
     code = getattr(error, "sqlite_errorcode", 0) & 0xFF
+    if code == sqlite3.SQLITE_ERROR:  # a table that is not as `_TABLES` says has no code of its own
+        return "column" in str(error) or "no such table" in str(error)
     return code in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_MISMATCH)
 
 
@@ -91,6 +110,7 @@ class Manifest:
         # Made before SQLite does: its side files take over these permissions.
         os.close(os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600))
         self._db = sqlite3.connect(self.path, isolation_level=None, check_same_thread=False)
+        self._db.text_factory = bytes  # what a damaged header calls text need be none
         try:
             self._db.execute("PRAGMA journal_mode = WAL")
             self._db.execute("PRAGMA synchronous = NORMAL")
@@ -98,8 +118,7 @@ class Manifest:
             self._count_turns()
         except sqlite3.Error as error:
             self._db.close()
-            # A table of this name with other columns is an OperationalError without a code.
-            if is_corrupt(error) or "no such column" in str(error):
+            if is_corrupt(error):
                 raise ManifestCorruptError(str(error)) from None
             raise
 
@@ -127,7 +146,7 @@ class Manifest:
     def meta(self) -> dict[str, str]:
         """Raises ManifestCorruptError."""
         try:
-            return dict(self._db.execute("SELECT name, value FROM meta"))
+            return meta_of(self._db.execute("SELECT name, value FROM meta"))
         except sqlite3.Error as error:
             if is_corrupt(error):
                 raise ManifestCorruptError(str(error)) from None
@@ -144,38 +163,37 @@ class Manifest:
             self._db.execute(f"DELETE FROM {table}")
         self.turn_bytes = 0
 
-    def load(self) -> Loaded:
+    def load(self, removes_bad: bool = True) -> Loaded:
         """Every part and capsule. Raises ManifestCorruptError."""
         try:
-            return self._load()
-        except UNREADABLE as error:
-            raise ManifestCorruptError(f"a row makes no sense: {error}") from None
+            return self._load(removes_bad)
         except sqlite3.Error as error:
             if is_corrupt(error):
                 raise ManifestCorruptError(str(error)) from None
             raise
 
-    def _load(self) -> Loaded:
+    def _load(self, removes_bad: bool) -> Loaded:
         parts: dict[bytes, PartRow] = {}
         files: list[PartFile] = []
-        for name, nbytes, size, checksum in self._db.execute("SELECT * FROM parts"):
+        bad_parts: list[bytes] = []
+        for name, nbytes, size, checksum, check in self._db.execute("SELECT * FROM parts"):
+            if row_check(name, nbytes, size, checksum) != check:
+                bad_parts.append(name)
+                continue
             parts[name] = PartRow(name, nbytes)
             files.append(PartFile(size, checksum))
         rows: list[CapsuleRow] = []
         partless: list[CapsuleKey] = []
+        bad: list[int] = []
         spans = SpanReader()
         names: dict[bytes, str] = {}
-        for (
-            space,
-            position,
-            digest,
-            packed,
-            listed,
-            base,
-            base_digest,
-            pinned,
-            used_at,
-        ) in self._db.execute("SELECT * FROM capsules ORDER BY used_at"):
+        for rowid, *fields, check, pinned, used_at in self._db.execute(
+            "SELECT rowid, * FROM capsules ORDER BY used_at"
+        ):
+            if row_check(*fields) != check or not (used_at is not None and isfinite(used_at)):
+                bad.append(rowid)
+                continue
+            space, position, digest, packed, listed, base, base_digest = fields
             namespace = names.get(space) or names.setdefault(space, unpack_text(space))
             key = CapsuleKey(namespace, position, digest)
             try:
@@ -193,12 +211,16 @@ class Manifest:
                     used_at=used_at,
                 )
             )
-        return Loaded(list(zip(parts.values(), files, strict=True)), rows, partless)
+        if removes_bad:
+            self.drop_parts(bad_parts)
+            self._db.executemany("DELETE FROM capsules WHERE rowid = ?", [(n,) for n in bad])
+        found = list(zip(parts.values(), files, strict=True))
+        return Loaded(found, rows, partless, len(bad_parts) + len(bad))
 
     def put_part(self, row: PartRow, file: PartFile) -> None:
+        columns = (row.name, row.nbytes, file.file_bytes, file.checksum)
         self._db.execute(
-            "INSERT OR REPLACE INTO parts VALUES (?, ?, ?, ?)",
-            (row.name, row.nbytes, file.file_bytes, file.checksum),
+            "INSERT OR REPLACE INTO parts VALUES (?, ?, ?, ?, ?)", (*columns, row_check(*columns))
         )
 
     def drop_parts(self, names: Iterable[bytes]) -> None:
@@ -208,17 +230,16 @@ class Manifest:
         base = row.based_on
         assert base is None or base.namespace == row.key.namespace, "a journal has one namespace"
         assert all(len(part.name) == NAME_BYTES for part in row.parts)
+        columns = (
+            *_columns(row.key),
+            pack_spans(row.spans),
+            b"".join(part.name for part in row.parts),
+            None if base is None else base.position,
+            None if base is None else base.digest,
+        )
         self._db.execute(
-            "INSERT OR REPLACE INTO capsules VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
-            (
-                *_columns(row.key),
-                pack_spans(row.spans),
-                b"".join(part.name for part in row.parts),
-                None if base is None else base.position,
-                None if base is None else base.digest,
-                row.pinned,
-                row.used_at,
-            ),
+            "INSERT OR REPLACE INTO capsules VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            (*columns, row_check(*columns), row.pinned, row.used_at),
         )
 
     def drop_capsules(self, keys: Iterable[CapsuleKey]) -> None:
@@ -242,22 +263,23 @@ class Manifest:
     def put_session(self, row: SessionRow) -> None:
         newest = row.newest
         assert newest is None or newest.namespace == row.namespace
+        columns = (
+            pack_text(row.id),
+            pack_text(row.namespace),
+            None if row.parent_id is None else pack_text(row.parent_id),
+            row.tokens,
+            pack_spans(row.spans),
+            pack_pairs(row.marks),
+            pack_pairs(row.turns),
+            b"".join(row.chain),
+            None if newest is None else newest.position,
+            None if newest is None else newest.digest,
+            pack_text(row.conversation),
+            row.used_at,
+        )
         self._db.execute(
-            "INSERT OR REPLACE INTO sessions VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-            (
-                pack_text(row.id),
-                pack_text(row.namespace),
-                None if row.parent_id is None else pack_text(row.parent_id),
-                row.tokens,
-                pack_spans(row.spans),
-                pack_pairs(row.marks),
-                pack_pairs(row.turns),
-                b"".join(row.chain),
-                None if newest is None else newest.position,
-                None if newest is None else newest.digest,
-                pack_text(row.conversation),
-                row.used_at,
-            ),
+            "INSERT OR REPLACE INTO sessions VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            (*columns, row_check(*columns)),
         )
 
     def drop_session(self, session_id: str) -> None:
@@ -271,9 +293,10 @@ class Manifest:
         self.drop_turns(row.namespace, [row.digest])
         if nbytes > budget_bytes:
             return
+        columns = (space, row.digest, row.supersedes, *packed, row.used_at)
         self._db.execute(
-            "INSERT INTO turns VALUES (?, ?, ?, ?, ?, ?, ?, 0, ?)",
-            (space, row.digest, row.supersedes, *packed, row.used_at, nbytes),
+            "INSERT INTO turns VALUES (?, ?, ?, ?, ?, ?, ?, ?, 0, ?)",
+            (*columns, row_check(*columns), nbytes),
         )
         self.turn_bytes += nbytes
         if row.supersedes is not None:
@@ -297,69 +320,22 @@ class Manifest:
             ).fetchall():
                 self.turn_bytes -= freed
 
+    def drop_rows(self, rows: Iterable[BadRow]) -> None:
+        for row in rows:
+            self._db.execute(
+                f"DELETE FROM {row.table} WHERE rowid = ? AND row_check = ?", (row.rowid, row.check)
+            )
+        self._count_turns()
+
     def _count_turns(self) -> None:
         found = self._db.execute("SELECT coalesce(sum(nbytes), 0) FROM turns").fetchone()
         self.turn_bytes = int(found[0])
 
 
-def read_sessions(directory: Path) -> list[SessionRow]:
-    """In the order of their last use. Raises ManifestCorruptError or sqlite3.Error."""
-    spans = SpanReader()
-    found = []
-    for row in _read(directory, "SELECT * FROM sessions ORDER BY used_at"):
-        try:
-            namespace = unpack_text(row[1])
-            found.append(
-                SessionRow(
-                    id=unpack_text(row[0]),
-                    namespace=namespace,
-                    parent_id=None if row[2] is None else unpack_text(row[2]),
-                    tokens=row[3],
-                    spans=spans(row[4]),
-                    marks=unpack_marks(row[5]),
-                    turns=unpack_ends(row[6]),
-                    chain=tuple(cut_names(row[7])),
-                    newest=None if row[8] is None else CapsuleKey(namespace, row[8], row[9]),
-                    conversation=unpack_text(row[10]),
-                    used_at=row[11],
-                )
-            )
-        except UNREADABLE as error:
-            raise ManifestCorruptError(f"a session's row makes no sense: {error}") from None
-    return found
-
-
-def read_turns(directory: Path, most_bytes: int | None) -> list[TurnRow]:
-    """The newest that fit into `most_bytes`, the oldest of them first. Raises as `read_sessions`.
-
-    Those that a newer one goes on from are the first to be left out.
-    """
-    found: list[TurnRow] = []
-    left = most_bytes
-    for row in _read(
-        directory,
-        "SELECT namespace, digest, supersedes, text, tokens, rest, used_at, nbytes FROM turns"
-        " ORDER BY superseded, used_at DESC",
-    ):
-        if left is not None and (left := left - row[7]) < 0:
-            break
-        try:
-            record = unpack_record(*row[3:6])
-        except UNREADABLE as error:
-            raise ManifestCorruptError(f"a turn's row makes no sense: {error}") from None
-        found.append(TurnRow(unpack_text(row[0]), row[1], row[2], record, row[6]))
-    return sorted(found, key=lambda turn: turn.used_at)
-
-
-def read_fingerprint(directory: Path) -> str | None:
-    """Whose capsules a directory holds; None when it has no manifest that says so."""
-    if not (directory / FILE_NAME).is_file():
-        return None
-    try:
-        rows = dict(_read(directory, "SELECT name, value FROM meta"))
-    except (sqlite3.Error, ManifestCorruptError):
-        return None
-    return rows.get("fingerprint")
+def remove(directory: Path) -> None:
+    """A manifest and its side files."""
+    for suffix in ("-shm", "-wal", ""):
+        (directory / (FILE_NAME + suffix)).unlink(missing_ok=True)
 
 
 def set_aside(path: Path) -> Path:
@@ -373,14 +349,11 @@ def set_aside(path: Path) -> Path:
     return aside
 
 
-def _read(directory: Path, query: str) -> Iterator[tuple[Any, ...]]:
-    with closing(sqlite3.connect(directory / FILE_NAME)) as db:
-        try:
-            yield from db.execute(query)
-        except sqlite3.Error as error:
-            if is_corrupt(error):
-                raise ManifestCorruptError(str(error)) from None
-            raise
+def meta_of(rows: Iterable[tuple[bytes, bytes]]) -> dict[str, str]:
+    try:
+        return {unpack_text(name): unpack_text(value) for name, value in rows}
+    except UNREADABLE as error:
+        raise ManifestCorruptError(f"whose it is can't be read: {error}") from None
 
 
 def _columns(key: CapsuleKey) -> tuple[bytes, int, bytes]:

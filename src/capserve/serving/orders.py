@@ -11,12 +11,12 @@ owner is not found, whatever its id. Positions and lengths are tokens.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from capserve.engine.seam import TokenArray
 from capserve.serving.journal import Span, TurnMark
-from capserve.serving.rows import TurnEnd
+from capserve.serving.rows import CapsuleKey, TurnEnd
 from capserve.text.messages import Conversation
 from capserve.text.prompt import TurnRecord
 
@@ -87,6 +87,27 @@ class ExportSession:
 
 
 @dataclass(frozen=True, slots=True)
+class ImportCapsule:
+    """Unpack one state that came in a file, and keep it under `key` if none is there."""
+
+    owner: str
+    key: CapsuleKey
+    packed: PackedCapsule
+    apart: bytes
+    """As in `Engine.unpack`: 16 bytes, the same for all states of one file."""
+    based_on: CapsuleKey | None
+    """The boundary before it."""
+
+
+@dataclass(frozen=True, slots=True)
+class DropImported:
+    """What an import has kept that could not be finished."""
+
+    owner: str
+    keys: tuple[CapsuleKey, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class ImportSession:
     """A session that was read from a file and checked; it becomes a new one of `namespace`."""
 
@@ -99,7 +120,11 @@ class ImportSession:
     conversation: Conversation | None
     chain: tuple[bytes, ...]
     record: TurnRecord | None
-    capsules: tuple[PackedCapsule, ...]
+    newest: CapsuleKey | None = None
+    """The last of its states that is there."""
+
+    def ending_at(self, newest: CapsuleKey | None) -> ImportSession:
+        return replace(self, newest=newest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +143,8 @@ SessionOrder = (
     | PinSession
     | DeleteSession
     | ExportSession
+    | ImportCapsule
+    | DropImported
     | ImportSession
 )
 
@@ -156,7 +183,7 @@ class SessionInfo:
     """Unix seconds."""
     hot: bool
     busy: bool
-    """A turn is running, waiting or parked on it: it can't be cut, exported or deleted now."""
+    """A turn is running or parked on it: it can't be cut, exported or deleted now."""
     boundaries: tuple[Boundary, ...] | None = None
     """Ascending; None in a list."""
 
@@ -223,11 +250,39 @@ class Exported:
 
 
 @dataclass(frozen=True, slots=True)
+class CapsuleImported:
+    kept: bool
+    known: bool
+    """One of the same tokens was there already, and stays: it was computed here."""
+    refused: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class ImportDropped:
+    capsules: int
+
+
+@dataclass(frozen=True, slots=True)
 class Imported:
+    """What all orders of an import came to: `intake.steps`."""
+
     session: SessionInfo
     capsules: int
+    """Kept from the file."""
+    known: int
+    """Left in the file, since there is one of the same tokens."""
     refused: str | None
     """Why a capsule found no room; the session is there, and what is missing is read again."""
 
 
-SessionResult = SessionPage | SessionInfo | Forked | Undone | Pinned | Deleted | Exported | Imported
+SessionResult = (
+    SessionPage
+    | SessionInfo
+    | Forked
+    | Undone
+    | Pinned
+    | Deleted
+    | Exported
+    | CapsuleImported
+    | ImportDropped
+)

@@ -84,6 +84,10 @@ class CapsuleIndex(Protocol):
 
     def positions(self, namespace: str) -> Sequence[int]: ...
     def holds(self, key: CapsuleKey) -> bool: ...
+    def exact(self, key: CapsuleKey) -> bool:
+        """Was it prefilled from grid points alone, whoever kept it? KeyError when absent."""
+        ...
+
     def lost_positions(self, namespace: str) -> Sequence[int]: ...
     def loss(self, key: CapsuleKey) -> Loss | None: ...
     def locate(self, key: CapsuleKey) -> Location: ...
@@ -146,7 +150,10 @@ class AutoPrefixPolicy:
         shared = {journal.session_id: journal.shares(tokens, blocks) for journal in own}
         usable_hot, hot_off_grid = self._hot_fits(hot, namespace, shared, limit)
         matches = self._match(tokens, namespace, index.positions(namespace), limit, index.holds)
-        on_grid = [key for key in matches if not self._off_grid(key.position)]
+        if self.exact:
+            usable = [k for k in matches if not self._off_grid(k.position) and index.exact(k)]
+        else:
+            usable = matches
 
         best: PrefixPlan | None = None
         if hot is not None and usable_hot:
@@ -154,7 +161,7 @@ class AutoPrefixPolicy:
         live = 0
         if hot is not None and hot.journal.namespace == namespace:
             live = min(hot.position, shared[hot.journal.session_id])
-        for key in reversed(on_grid):
+        for key in reversed(usable):
             unread_ms = (len(tokens) - key.position) * rates.prefill_ms_per_token
             if best is not None and unread_ms >= best.estimated_ms:
                 break  # the earlier ones leave even more to read
@@ -168,7 +175,7 @@ class AutoPrefixPolicy:
         if best is None:
             rebuild_ms = len(tokens) * rates.prefill_ms_per_token
             best = PrefixPlan(PrefixAction.REBUILD, 0, estimated_ms=rebuild_ms)
-        off_grid = [k.position for k in matches if self._off_grid(k.position)] + hot_off_grid
+        off_grid = [k.position for k in matches if k not in usable] + hot_off_grid
         lost = self._lost(tokens, namespace, index, limit)
         known = Known(
             prompt, best.position, own, shared, journals, namespace, lost, off_grid, blocks

@@ -69,7 +69,7 @@ class SessionRow:
     chain: tuple[bytes, ...]
     newest: CapsuleKey | None
     conversation: str
-    """The conversation at its tip as JSON (`archive.conversation_json`); "" when it has none."""
+    """The conversation at its tip as JSON (`conversation_json`); "" when it has none."""
     used_at: float
 
 

@@ -119,12 +119,14 @@ def while_running(
 
 
 def when_free(
-    waiting: Sequence[Waiting], parked: Sequence[Begun], limits: Limits
+    waiting: Sequence[Waiting], parked: Sequence[Begun], resume_ms: float, limits: Limits
 ) -> Start | Resume | Idle:
-    """Nobody runs. `waiting` in order of arrival, `parked` the oldest first."""
+    """Nobody runs. `waiting` in order of arrival, `parked` the oldest first; `resume_ms` to take
+    the state of the oldest up again."""
     if parked:
-        # The next guest takes the place of the last one: no swap is added.
-        index = _first_short(waiting, parked[0], parked, 0.0, limits)
+        # The next guest takes the place of the last one: no swap is added, but the way back is
+        # still to come.
+        index = _first_short(waiting, parked[0], parked, resume_ms, limits)
         return Resume() if index is None else Start(index)
     return Start(0) if waiting else Idle()
 

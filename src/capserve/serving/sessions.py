@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Any
 from uuid import uuid4
 
 from capserve.serving.journal import Journal, JournalView
@@ -23,6 +24,23 @@ from capserve.serving.prefix import HotView
 from capserve.serving.rows import CapsuleKey, TurnEnd
 from capserve.text.messages import Conversation
 from capserve.text.prompt import TurnRecord
+
+MAX_UNDONE = 1024
+"""States, and turns, that a session remembers to have undone: each takes some hundred bytes."""
+
+
+@dataclass(eq=False)
+class Undone:
+    """What a session was cut back from: still to be found by content, and to go with it."""
+
+    keys: dict[CapsuleKey, None] = field(default_factory=dict)
+    turns: dict[bytes, None] = field(default_factory=dict)
+    """Digests that their records are found by."""
+
+
+def _shorten(known: dict[Any, None]) -> None:
+    while len(known) > MAX_UNDONE:
+        del known[next(iter(known))]
 
 
 @dataclass(eq=False)
@@ -41,10 +59,26 @@ class Session:
     conversation: Conversation | None = None
     """What its client has seen: the messages that its last finished turn was asked with, and the
     reply. None before the first one."""
+    chain: tuple[bytes, ...] = ()
+    """chain[i]: digest of the first i messages of `conversation`. The journal has one of its own:
+    a turn that was cancelled leaves the journal of what it was asked, and no message."""
     record: TurnRecord | None = None
     """The newest turn whose tokens can be taken over; it starts `conversation`."""
     turns: list[TurnEnd] = field(default_factory=list)
     """Its finished turns, in ascending order."""
+    undone: Undone = field(default_factory=Undone)
+
+    def remember_undone(self, keys: Iterable[CapsuleKey], turns: Iterable[bytes]) -> None:
+        """These were its own until it was cut back; the oldest are forgotten beyond a bound."""
+        self.undone.keys.update(dict.fromkeys(keys))
+        self.undone.turns.update(dict.fromkeys(turns))
+        _shorten(self.undone.keys)
+        _shorten(self.undone.turns)
+
+    def knows(self, messages: int) -> bool:
+        """Are the first `messages` messages of its journal those of its conversation?"""
+        ours, theirs = self.chain, self.journal.chain
+        return messages < min(len(ours), len(theirs)) and ours[messages] == theirs[messages]
 
     def view(self) -> JournalView:
         journal = self.journal

@@ -78,7 +78,8 @@ class Stage:
             self._forecast.refresh(waiting, time.monotonic())
         values = [self._forecast.waiting(turn) for turn in waiting]
         parked = [self._forecast.begun(clocked) for clocked in self.parked]
-        match when_free(values, parked, self._limits):
+        resume_ms = self._forecast.swap_ms(self.parked[0]) / 2 if self.parked else 0.0
+        match when_free(values, parked, resume_ms, self._limits):
             case Start(index):
                 self._start(waiting[index])
             case Resume():

@@ -56,6 +56,20 @@ class Disk(Protocol):
     def read(self, name: bytes) -> memoryview: ...
     def forget(self, key: CapsuleKey) -> None: ...
     def set_pinned(self, key: CapsuleKey, pinned: bool) -> None: ...
+    def take_given_up(self) -> Collection[CapsuleKey]:
+        """Saves, since the last call, that may be handed over again."""
+        ...
+
+    @property
+    def takes_saves(self) -> bool:
+        """No fault stands in the way, or it is time to try again."""
+        ...
+
+    @property
+    def has_news(self) -> bool:
+        """Does one of the two `take_` have anything to say? Cheap."""
+        ...
+
     def touch(self, key: CapsuleKey) -> None: ...
     def take_evicted(self) -> Collection[CapsuleKey]:
         """Capsules that are no longer there since the last call, for whatever reason but
@@ -182,10 +196,28 @@ class MemoryTier:
             f"{self.name}: counter {self.used_bytes} bytes, parts {fresh}"
         )
         assert sizes.keys() == self._shared.keys(), f"{self.name}: a part outlives its capsules"
+        self.check_counters(len(capsules))
+
+    def check_counters(self, capsules: int) -> None:
+        """Against the parts as they are listed; `capsules` lie here as the store believes."""
+        assert len(self._parts) == capsules, f"{self.name}: the tier and the store differ"
+        assert len(self._order) == capsules, f"{self.name}: some capsule has no rank"
+        listed = sum(shared.part.nbytes for shared in self._shared.values())
+        assert listed == self.used_bytes, (
+            f"{self.name}: counter {self.used_bytes} bytes, parts {listed}"
+        )
         assert self.used_bytes <= self.budget_bytes, (
             f"{self.name}: {self.used_bytes} bytes kept, budget {self.budget_bytes}"
         )
-        assert len(self._order) == len(capsules), f"{self.name}: some capsule has no rank"
+
+    def check_capsule(self, key: CapsuleKey, capsule: Capsule) -> None:
+        """Its parts are the ones that are counted, and counted for it."""
+        for part in capsule.parts:
+            assert part.tier == self.name, f"a part in {part.tier}, counted in {self.name}"
+            shared = self._shared.get(part.name)
+            assert shared is not None, f"{self.name}: a part is not counted"
+            assert shared.part.nbytes == part.nbytes
+            assert key in shared.holders, f"{self.name}: a part does not know its capsule"
 
     def _value(self, key: CapsuleKey) -> float:
         return self._rebuild_tokens[key] / max(1, self.exclusive_bytes(key))

@@ -219,13 +219,16 @@ class TurnRun:
     def close(self) -> None:
         """The turn is over, however: nothing is held for it any more."""
         parked, self._parked = self._parked, None
-        if parked is not None:
-            self._tally.parked_ms += since_ms(parked.since)
-            if self.session is not None and parked.key is not None:
-                keep = self._is_worth_keeping(self.session, parked.key.position)
-                self._bench.keeper.release(parked.key, keep=keep)
-        if self.session is not None:
-            self.session.busy = False
+        try:
+            if parked is not None:
+                self._tally.parked_ms += since_ms(parked.since)
+                if self.session is not None and parked.key is not None:
+                    keep = self._is_worth_keeping(self.session, parked.key.position)
+                    self._bench.keeper.release(parked.key, keep=keep)
+        finally:
+            # Whatever became of the state: nobody else would ever free the session.
+            if self.session is not None:
+                self.session.busy = False
 
     # -- its end -----------------------------------------------------------------------------
 
@@ -257,12 +260,10 @@ class TurnRun:
         messages = _with_reply(self._prompt, done.message)
         session.conversation = Conversation(messages, asked.tools, asked.template_kwargs)
         session.turns.append(TurnEnd(position, len(messages)))
-        if self._prompt.continues_reply:
+        if self._prompt.continues_reply or not self._took_over(session.record):
             # The message that was continued is another one now, for records too.
             session.record = None
-            session.journal.chain = bench.records.chain(session.conversation)
-        elif not self._took_over(session.record):
-            session.record = None
+        session.chain = session.journal.chain = bench.records.chain(session.conversation)
         if done.clean:
             exact = session.journal.bit_exact(position, bench.engine.limits.grid)
             if bench.policy.on_commit(position, bit_exact=exact):
@@ -282,14 +283,9 @@ class TurnRun:
         record = bench.records.make_record(prompt, done.message, whole)
         if record is None:
             return
-        asked = prompt.conversation
-        chain = bench.records.chain(
-            Conversation(record.messages, asked.tools, asked.template_kwargs)
-        )
         known = prompt.spliced_messages
         supersedes = prompt.chain[known] if known else None
-        bench.archive.turn_ended(self._request.namespace, chain[-1], record, supersedes)
-        session.journal.chain = chain
+        bench.archive.turn_ended(self._request.namespace, session.chain[-1], record, supersedes)
         session.record = record
 
 

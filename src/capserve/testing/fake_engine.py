@@ -29,6 +29,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from capserve.engine.history import DECODED
 from capserve.engine.seam import (
     MAX_DRAFTS,
     Capsule,
@@ -125,6 +126,8 @@ class FakeEngine:
         self.extended: list[tuple[int, int]] = []
         """Every `extend` as a half-open range: what a test compares with a plan."""
         self._tokens = bytearray()
+        self._how = bytearray()
+        """int16 a token: how it was absorbed, in the words of `engine/history.py`."""
         self._fold = blake2b(digest_size=16)
         self._root = ROOT
         self._pending: int | None = None
@@ -224,7 +227,11 @@ class FakeEngine:
         self._pending = None
         self._begun = False
         self.extended.append((self.position, end))
-        self._absorb(tokens)
+        first = self.position
+        while self.position < end:
+            # Grid by grid: a cut on the grid changes nothing, in a real engine neither.
+            stop = min(end, (self.position // self._limits.grid + 1) * self._limits.grid)
+            self._absorb(tokens[self.position - first : stop - first], prefilled=True)
 
     def begin(
         self,
@@ -290,7 +297,8 @@ class FakeEngine:
 
     def snapshot(self) -> Capsule:
         self._enter("snapshot")
-        parts = parts_of(self._tokens, self._fold.digest(), self._limits, self._root)
+        fold = self._fold.digest()
+        parts = parts_of(self._tokens, self._how, fold, self._limits, self._root)
         return FakeCapsule(self.position, self._shared(parts))
 
     def restore(self, capsule: Capsule) -> int:
@@ -306,6 +314,7 @@ class FakeEngine:
             if before[start : start + len(tokens)] != tokens:
                 moved += segment.nbytes
             self._absorb(np.frombuffer(tokens, dtype=np.int32))
+            self._how[start // 2 :] = segment.tensors["how"]
         if self._fold.digest() != small.tensors["fold"]:
             raise WrongStateError("small state and segments disagree")
         self._root = capsule.root
@@ -337,11 +346,15 @@ class FakeEngine:
     def _forget(self) -> None:
         self._root = ROOT
         self._tokens = bytearray()
+        self._how = bytearray()
         self._fold = blake2b(digest_size=16)
         self._pending = None
         self._begun = False
 
-    def _absorb(self, tokens: TokenArray) -> None:
+    def _absorb(self, tokens: TokenArray, *, prefilled: bool = False) -> None:
+        how = np.full(len(tokens), len(tokens) if prefilled else DECODED, np.int16)
+        how[0] = -how[0]
+        self._how += how.tobytes()
         data = tokens.tobytes()
         self._tokens += data
         self._fold.update(data)

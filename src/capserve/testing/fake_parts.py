@@ -1,6 +1,6 @@
 """What are the pieces of the fake engine's capsules?
 
-It has no numerics, hence no segmentation: names depend on tokens alone. Packed, a piece is a file
+Names digest the tokens and how each was absorbed, as a real engine's do. Packed, a piece is a file
 of the real form and of the real size. Like the real engine, `read_parts` looks at what the parts
 say of themselves and not at their KV: bytes that changed on their way show in `restore`.
 """
@@ -22,7 +22,8 @@ ROOT = bytes(16)
 
 @dataclass(frozen=True, eq=False)
 class FakePart:
-    """A segment's tokens, or the fold over all tokens and those of the last, partial segment."""
+    """A segment's tokens and `how` each was absorbed; or the fold over all tokens, and both of the
+    last, partial segment."""
 
     label: Label
     tier: str
@@ -49,8 +50,8 @@ def _layouts(tensors: Mapping[str, bytes], nbytes: int) -> dict[str, Layout]:
     return own | {"filling": Layout("U8", (_filling(tensors, nbytes),))}
 
 
-def _name(kind: str, after: bytes, data: bytes) -> bytes:
-    return blake2b(after + data, digest_size=16, person=kind.encode()).digest()
+def _name(kind: str, after: bytes, tokens: bytes, how: bytes) -> bytes:
+    return blake2b(after + tokens + how, digest_size=16, person=kind.encode()).digest()
 
 
 @dataclass(frozen=True)
@@ -69,22 +70,34 @@ class FakeCapsule:
 
 
 def parts_of(
-    absorbed: bytes | bytearray, fold: bytes, limits: EngineLimits, root: bytes = ROOT
+    absorbed: bytes | bytearray,
+    how: bytes | bytearray,
+    fold: bytes,
+    limits: EngineLimits,
+    root: bytes = ROOT,
 ) -> list[FakePart]:
-    """The pieces of the state that absorbed these int32 tokens after `root`, in the first tier."""
+    """The pieces of the state that absorbed these int32 tokens after `root`, each so (`how`, int16:
+    see `engine/history.py`), in the first tier."""
     tier, room = limits.tiers[0], limits.segment_tokens
     end = len(absorbed) // 4
-    after, tail, segments = root, b"", []
+    after, tail, tail_how, segments = root, b"", b"", []
     for start in range(0, end, room):
-        data = bytes(absorbed[4 * start : 4 * (start + room)])
-        count = len(data) // 4
-        name = _name("kv", after, data)
+        tokens = bytes(absorbed[4 * start : 4 * (start + room)])
+        ways = bytes(how[2 * start : 2 * (start + room)])
+        count = len(tokens) // 4
+        name = _name("kv", after, tokens, ways)
         label = Label("kv", start, start + count, limits.fingerprint, name, after, root)
         nbytes = count * limits.kv_bytes_per_token
-        segments.append(FakePart(label, tier, nbytes, {"tokens": data}))
-        after, tail = (name, b"") if count == room else (after, data)
-    label = Label("small", 0, end, limits.fingerprint, _name("small", after, tail), after, root)
-    tensors = {"fold": fold, "tail": tail.ljust(4 * room, b"\0")}
+        segments.append(FakePart(label, tier, nbytes, {"tokens": tokens, "how": ways}))
+        full = count == room
+        after, tail, tail_how = (name, b"", b"") if full else (after, tokens, ways)
+    name = _name("small", after, tail, tail_how)
+    label = Label("small", 0, end, limits.fingerprint, name, after, root)
+    tensors = {
+        "fold": fold,
+        "tail": tail.ljust(4 * room, b"\0"),
+        "tail_how": tail_how.ljust(2 * room, b"\0"),
+    }
     return [FakePart(label, tier, limits.small_state_bytes, tensors), *segments]
 
 
@@ -101,11 +114,13 @@ def read_parts(
     if len(parts) != 1 + len(starts):
         raise CapsuleError(f"capsule at {position}: {len(parts)} parts, not {1 + len(starts)}")
     label = Label("small", 0, position, limits.fingerprint, b"", b"", b"")
-    found = [_read(parts[0], label, {"fold": 16, "tail": 4 * room}, limits)]
+    found = [_read(parts[0], label, {"fold": 16, "tail": 4 * room, "tail_how": 2 * room}, limits)]
     for part, start in zip(parts[1:], starts, strict=True):
         end = min(start + room, position)
         label = Label("kv", start, end, limits.fingerprint, b"", b"", b"")
-        found.append(_read(part, label, {"tokens": 4 * (end - start)}, limits))
+        found.append(
+            _read(part, label, {"tokens": 4 * (end - start), "how": 2 * (end - start)}, limits)
+        )
     _check_chain(found[0], [part.label for part in found[1:]], room)
     return found
 
@@ -128,20 +143,26 @@ def _read(
 
 
 def _check_chain(small: FakePart, labels: Sequence[Label], room: int) -> None:
-    """By what the parts say, and by the tail's tokens in the small state; as a real engine."""
-    tail = small.tensors["tail"][: 4 * (small.label.end % room)]
+    """By what the parts say, and by the tail in the small state; as a real engine."""
+    tail = _tail(small, room)
     after = root = small.label.root
     for label in labels:
         full = label.end - label.start == room
         if (
             label.root != root
             or label.after != after
-            or not (full or label.name == _name("kv", after, tail))
+            or not (full or label.name == _name("kv", after, *tail))
         ):
             raise CapsuleError(f"capsule part {label.words()}: not of the history before it")
         after = label.name if full else after
-    if small.label.after != after or small.name != _name("small", after, tail):
+    if small.label.after != after or small.name != _name("small", after, *tail):
         raise CapsuleError(f"capsule part {small.label.words()}: not of its KV's history")
+
+
+def _tail(small: FakePart, room: int) -> tuple[bytes, bytes]:
+    """Tokens since the last full segment, and how they were absorbed."""
+    length = small.label.end % room
+    return small.tensors["tail"][: 4 * length], small.tensors["tail_how"][: 2 * length]
 
 
 def set_apart(parts: Sequence[FakePart], apart: bytes) -> list[FakePart]:
@@ -151,9 +172,9 @@ def set_apart(parts: Sequence[FakePart], apart: bytes) -> list[FakePart]:
     after = root = blake2b(small.label.root, digest_size=16, key=apart).digest()
     found = []
     for part in segments:
-        name = _name("kv", after, part.tensors["tokens"])
+        name = _name("kv", after, part.tensors["tokens"], part.tensors["how"])
         found.append(replace(part, label=replace(part.label, name=name, after=after, root=root)))
         after = name if part.label.end - part.label.start == room else after
-    tail = small.tensors["tail"][: 4 * (small.label.end % room)]
-    label = replace(small.label, name=_name("small", after, tail), after=after, root=root)
+    name = _name("small", after, *_tail(small, room))
+    label = replace(small.label, name=name, after=after, root=root)
     return [replace(small, label=label), *found]

@@ -139,7 +139,8 @@ class PromptBuilder:
         `record`: a finished turn whose messages mean the same as the first ones here; the caller
         found it by an equal digest in `chain(conversation)`, and may pass that chain on to spare
         its second computation. Reasoning that the client left out is taken from the record; where
-        it sent another than the record has, its own is what it means, and the record is not used.
+        it sent another than the record has, its own is what it means, and the record is not used;
+        nor is one that is longer than the conversation.
         `most_tokens`: a prompt that is far longer need not be tokenized to its end.
 
         Raises InvalidRequestError when the template refuses the messages, and ContextLengthError
@@ -151,7 +152,10 @@ class PromptBuilder:
         if chain is None:
             chain = digests(conversation, self._template.stripped)
         assert len(chain) == len(conversation.messages) + 1, "a chain of another conversation"
-        if record is not None and _has_edited_reasoning(conversation, record):
+        if record is not None and (
+            len(record.messages) > len(conversation.messages)
+            or _has_edited_reasoning(conversation, record)
+        ):
             record = None
         if record is not None:
             conversation = _with_true_replies(conversation, record)
@@ -390,7 +394,6 @@ def _has_edited_reasoning(conversation: Conversation, record: TurnRecord) -> boo
 def _with_true_replies(conversation: Conversation, record: TurnRecord) -> Conversation:
     """The journal's assistant messages in place of the echoed ones: they know their reasoning."""
     known = len(record.messages)
-    assert known <= len(conversation.messages), "a record is no longer than its conversation"
     merged = tuple(
         mine if mine.role == "assistant" else theirs
         for mine, theirs in zip(record.messages, conversation.messages[:known], strict=True)

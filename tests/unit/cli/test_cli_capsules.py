@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sqlite3
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -204,3 +205,31 @@ def test_a_directory_that_is_not_there_is_one_clear_line(
         main(["capsules", "ls", "--dir", str(tmp_path / "nowhere")])
     assert left.value.code == 2
     assert "nowhere" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("harm", ["format", "bytes", "row"])
+def test_a_look_changes_nothing_in_a_store_that_it_can_not_read(
+    harm: str, run: Run, base: Path
+) -> None:
+    manifest = base / "bbbb" / "manifest.sqlite3"
+    if harm == "bytes":
+        manifest.write_bytes(b"this was a manifest" * 1000)
+    else:
+        with sqlite3.connect(manifest) as db:
+            if harm == "format":
+                db.execute("UPDATE meta SET value = '0' WHERE name = 'format'")
+            else:
+                db.execute("UPDATE capsules SET spans = x'00'")
+        db.close()
+
+    def files() -> dict[str, bytes]:
+        found = [path for path in (base / "bbbb").rglob("*") if path.is_file()]
+        return {str(path): path.read_bytes() for path in found if path.name != "LOCK"}
+
+    before = files()
+    for argv in (["ls"], ["verify"]):
+        code, _, err = run(*argv)
+        if harm != "row":
+            assert code == 2
+            assert "was left alone" in err
+        assert files() == before

@@ -82,6 +82,15 @@ class ManualDisk:
         self.reads: list[bytes] = []
         self.touched: list[CapsuleKey] = []
         self._evicted: list[CapsuleKey] = []
+        self._given_up: list[CapsuleKey] = []
+
+    @property
+    def takes_saves(self) -> bool:
+        return self.fault is None
+
+    @property
+    def has_news(self) -> bool:
+        return bool(self._evicted or self._given_up)
 
     @property
     def used_bytes(self) -> int:
@@ -95,6 +104,7 @@ class ManualDisk:
     def save(self, row: CapsuleRow, parts: Sequence[CapsulePart]) -> None:
         if self.fault is not None:
             self._evicted.append(row.key)
+            self._given_up.append(row.key)
         else:
             self.waiting[row.key] = (row, parts)
 
@@ -130,6 +140,10 @@ class ManualDisk:
         gone, self._evicted = self._evicted, []
         return [key for key in gone if key not in self.rows and key not in self.waiting]
 
+    def take_given_up(self) -> list[CapsuleKey]:
+        given_up, self._given_up = self._given_up, []
+        return given_up
+
     # -- what a test does -----------------------------------------------------------------------
 
     def write(self, *keys: CapsuleKey) -> None:
@@ -148,6 +162,7 @@ class ManualDisk:
     def fail(self) -> None:
         self.fault = "no space left on device"
         self._evicted += self.waiting
+        self._given_up += self.waiting
         self.waiting.clear()
 
     def _sweep(self) -> None:

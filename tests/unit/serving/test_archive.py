@@ -8,14 +8,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from serving_harness import chain_of, ids, user
 
 from capserve.serving.archive import (
     Archive,
-    conversation_json,
-    conversation_of,
     revive,
     session_row,
 )
@@ -23,70 +19,8 @@ from capserve.serving.journal import Journal, Span, SpanKind
 from capserve.serving.rows import CapsuleKey, CapsuleRow, SessionRow, TurnEnd, TurnRow
 from capserve.serving.sessions import Session, SessionRegistry
 from capserve.serving.transcripts import Transcripts, record_bytes
-from capserve.text.messages import Conversation, Message, ToolCall
+from capserve.text.messages import Conversation, Message
 from capserve.text.prompt import TurnRecord
-
-TEXT = st.text(max_size=12)
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | TEXT,
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXT, inner, max_size=3),
-    max_leaves=6,
-)
-MESSAGE = st.builds(
-    Message,
-    st.sampled_from(["system", "user", "assistant", "tool"]),
-    TEXT,
-    reasoning=st.none() | TEXT,
-    tool_calls=st.lists(st.builds(ToolCall, TEXT, TEXT, TEXT), max_size=2).map(tuple),
-    tool_call_id=TEXT,
-    name=TEXT,
-    breakpoint=st.booleans(),
-)
-CONVERSATION = st.builds(
-    Conversation,
-    st.lists(MESSAGE, max_size=4).map(tuple),
-    st.lists(st.dictionaries(TEXT, JSON, max_size=3), max_size=2).map(tuple),
-    st.none() | st.dictionaries(TEXT, JSON, max_size=3),
-)
-
-
-@given(CONVERSATION)
-def test_a_conversation_comes_back_exactly(conversation: Conversation) -> None:
-    back = conversation_of(conversation_json(conversation))
-    assert back == conversation
-    assert back is not None
-    marks = [message.breakpoint for message in conversation.messages]
-    assert [message.breakpoint for message in back.messages] == marks  # no part of equality
-    for ours, theirs in zip(conversation.tools, back.tools, strict=True):
-        assert list(ours) == list(theirs), "the template shows keys in their order"
-
-
-def test_no_conversation_is_no_empty_one() -> None:
-    assert conversation_of(conversation_json(None)) is None
-    assert conversation_of(conversation_json(Conversation(()))) == Conversation(())
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "{",
-        "[]",
-        "{}",
-        '{"messages":[],"tools":[]}',
-        '{"messages":[{"role":"root","content":""}],"tools":[],"template_kwargs":null}',
-        '{"messages":[{"role":"user","content":null}],"tools":[],"template_kwargs":null}',
-        '{"messages":[{"role":"user","content":"","tool_calls":[["a"]]}],"tools":[],'
-        '"template_kwargs":null}',
-        '{"messages":[{"role":"user","content":"","reasoning":1}],"tools":[],'
-        '"template_kwargs":null}',
-        '{"messages":[],"tools":["x"],"template_kwargs":null}',
-        '{"messages":[],"tools":[],"template_kwargs":[]}',
-        "[" * 100_000,
-    ],
-)
-def test_what_is_no_conversation_is_a_value_error(text: str) -> None:
-    with pytest.raises(ValueError):  # noqa: PT011 - any of them, and nothing else
-        conversation_of(text)
 
 
 class Shelf:
@@ -152,6 +86,7 @@ def a_session(session_id: str = "one") -> Session:
         newest=KEY,
         parent_id="parent",
         conversation=Conversation(MESSAGES),
+        chain=CHAIN,
         record=TurnRecord(MESSAGES, "text", ids([3, 16, 1, 2, 17, 1])),
         turns=[TurnEnd(6, 2)],
     )
@@ -192,6 +127,18 @@ def test_a_session_comes_back_as_it_was() -> None:
     assert record is known.record
     assert np.array_equal(record.tokens, ids([3, 16, 1, 2, 17, 1]))
     back.journal.append([5], SpanKind.PREFILL)  # it is not a view of what cannot be written
+
+
+def test_the_journal_of_a_cancelled_turn_comes_back_without_its_marks() -> None:
+    session = a_session()
+    session.journal.chain = chain_of((user("another "), user("conversation ")))
+    sessions, transcripts = revived(left_behind(session))
+    back, known = sessions.named("one"), transcripts.session("one")
+    assert back is not None
+    assert known is not None
+    assert (back.journal.marks, back.turns) == ((), [])
+    assert (back.chain, back.conversation) == (CHAIN, session.conversation)
+    assert known.record is back.record is not None, "found by the conversation's own chain"
 
 
 def test_a_capsule_that_did_not_come_back_is_nobodys_newest() -> None:

@@ -147,6 +147,10 @@ def rewritten(change: dict[str, object], extra: dict[str, bytes] | None = None) 
         {"spans": 5},
         {"marks": [[6, 1], [5, 1]]},
         {"marks": [[11, 1]]},
+        {"marks": [[6, 1], [6, 1]]},
+        {"marks": [[0, 1]]},
+        {"turns": [[9, 2], [9, 2]]},
+        {"turns": [[2, 0]]},
         {"turns": [[True, 2]]},
         {"turns": [[1.5, 2]]},
         {"conversation": "{}"},
@@ -154,6 +158,10 @@ def rewritten(change: dict[str, object], extra: dict[str, bytes] | None = None) 
         {"capsules": [{"position": 11, "spans": [], "parts": []}]},
         {"capsules": [{"position": 6, "spans": [["prefill", 0, 6]], "parts": ["00" * 16]}]},
         {"capsules": []},
+        {"conversation": '{"messages":[],"tools":[{"a":NaN}],"template_kwargs":null}'},
+        {"conversation": '{"messages":[],"tools":["\\ud800"],"template_kwargs":null}'},
+        {"conversation": "[" * 100_000},
+        {"conversation": 7},
         {"version": 2},
         {"format": "other"},
     ],
@@ -161,6 +169,33 @@ def rewritten(change: dict[str, object], extra: dict[str, bytes] | None = None) 
 def test_values_that_do_not_fit_each_other_are_refused(change: dict[str, object]) -> None:
     with pytest.raises(CapsuleError, match="no whole exported session"):
         read(rewritten(change))
+
+
+@pytest.mark.parametrize("ends", ["marks", "turns"])
+def test_there_are_never_more_marks_or_turns_than_a_step_can_wait_for(ends: str) -> None:
+    count = bundle.MAX_ENDS + 1
+    with pytest.raises(CapsuleError, match=f"{count} marks or turns, {bundle.MAX_ENDS}"):
+        read(rewritten({ends: [[5, 2]] * count}))
+
+
+def test_json_that_no_session_needs_is_refused_before_it_is_read() -> None:
+    most = bundle.LEAST_JSON_BYTES + bundle.JSON_BYTES_PER_TOKEN * LIMITS.max_positions
+    with pytest.raises(CapsuleError, match=rf"session.json has \d+ bytes, {most} are the most"):
+        read(rewritten({"spans": [[]] * (most // 4)}))
+
+
+def test_the_longest_session_fits_what_may_be_read() -> None:
+    length = LIMITS.max_positions
+    spans = tuple(Span(SpanKind.PREFILL, start, start + 1) for start in range(length))
+    long = replace(
+        EXPORTED,
+        tokens=np.full(length, 17, dtype=np.int32),
+        spans=spans,
+        marks=(TurnMark(length, 1),),
+        turns=(),
+        capsules=(ExportedCapsule(length, spans[:], (SHARED,)),),
+    )
+    assert len(read(b"".join(bundle.pieces(long))).spans) == length
 
 
 @pytest.mark.parametrize("name", ["../evil", "/etc/passwd", "parts/../x.safetensors", "extra"])

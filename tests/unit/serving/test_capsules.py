@@ -292,3 +292,24 @@ def test_a_parked_state_without_room_evicts_nothing_and_is_no_loss() -> None:
     assert store.holds(key(2))
     assert store.lost_positions("k/a") == []
     store.check()
+
+
+def test_slices_of_the_check_come_to_every_capsule() -> None:
+    store = make_store(1000)
+    for position in range(1, 8):
+        store.put(key(position), small(position), ())
+    store.check_some(most_parts=3)
+    entry = store.entry(key(6))
+    tier = store._memory.tier("host")
+    tier._shared[entry.parts[0].name].holders.clear()
+    with pytest.raises(AssertionError, match="does not know its capsule"):
+        store.check_some(most_parts=3)
+
+
+def test_each_slice_sees_a_counter_that_has_drifted() -> None:
+    store = make_store(1000)
+    for position in range(1, 8):
+        store.put(key(position), small(position), ())
+    store._memory.tier("host").used_bytes += 1
+    with pytest.raises(AssertionError, match="counter 71 bytes, parts 70"):
+        store.check_some(most_parts=1)

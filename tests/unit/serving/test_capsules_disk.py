@@ -313,3 +313,93 @@ def test_a_state_outlives_the_process_in_the_real_disk_tier(tmp_path: Path) -> N
     assert not disk.holds(names[1300])
     store.check()
     disk.close(10.0)
+
+
+def test_what_was_given_up_in_a_fault_is_handed_over_again_when_it_is_over() -> None:
+    disk = ManualDisk()
+    store = make_store(100, disk)
+    store.put(key(1), small(1), (), pin=True)
+    store.put(key(2), small(2), ())
+    disk.fail()
+    store.put(key(3), small(3), ())
+    store.note_disk()
+    store.save_again()
+    assert not disk.waiting
+    store.drop(key(2))
+    disk.fault = None
+    store.save_again()
+    assert set(disk.waiting) == {key(1), key(3)}
+    disk.write()
+    assert disk.rows[key(1)].pinned
+    assert store.describe(key(1)).durable
+    assert store.describe(key(3)).durable
+    store.save_again()
+    assert not disk.waiting
+    store.check()
+
+
+def test_what_the_disk_evicted_for_room_is_not_handed_over_again() -> None:
+    disk = ManualDisk()
+    store = make_store(100, disk)
+    store.put(key(1), small(1), ())
+    disk.write()
+    disk.evict(key(1))
+    store.note_disk()
+    store.save_again()
+    assert not disk.waiting
+
+
+def test_no_more_is_handed_over_again_than_a_disk_writes_in_a_moment() -> None:
+    disk = ManualDisk()
+    store = make_store(1 << 30, disk)
+    for position in range(1, 6):
+        store.put(key(position), small(position, nbytes=40 << 20), ())
+    disk.fail()
+    store.note_disk()
+    disk.fault = None
+    store.save_again()
+    assert list(disk.waiting) == [key(1), key(2)]
+    store.save_again()
+    assert len(disk.waiting) == 2, "the first ones are still being written"
+    disk.write()
+    store.save_again()
+    assert list(disk.waiting) == [key(3), key(4)]
+
+
+READ = (Span(SpanKind.PREFILL, 0, 64),)
+SAID = (Span(SpanKind.PREFILL, 0, 60), Span(SpanKind.DECODE, 60, 64))
+
+
+@pytest.mark.parametrize("in_memory", [True, False])
+def test_an_exact_state_takes_the_place_of_one_that_is_not_and_never_the_other_way(
+    in_memory: bool,
+) -> None:
+    disk = ManualDisk()
+    store = make_store(100, disk)
+    store.put(key(64), capsule(64, (1, 10)), SAID, pin=True)
+    disk.write()
+    if not in_memory:
+        store.unpin(key(64))
+        store.demote("host")
+    assert not store.exact(key(64))
+    store.put(key(64), capsule(64, (2, 10)), READ)
+    assert store.exact(key(64))
+    assert store.describe(key(64)).pinned == in_memory
+    disk.write()
+    store.check()
+    store.unpin(key(64))
+    if not in_memory:
+        store.demote("host")
+    store.put(key(64), capsule(64, (3, 10)), SAID)
+    assert store.exact(key(64))
+    assert store.get(key(64)).capsule.parts[0].name == (2).to_bytes(16, "little")
+    store.check()
+
+
+def test_a_state_that_a_parked_turn_holds_is_not_replaced() -> None:
+    store = make_store(100, ManualDisk())
+    store.put(key(64), capsule(64, (1, 10)), SAID)
+    store.hold(key(64))
+    store.put(key(64), capsule(64, (2, 10)), READ)
+    assert not store.exact(key(64))
+    store.check()

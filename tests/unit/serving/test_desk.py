@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import pytest
@@ -19,18 +20,21 @@ from serving_harness import (
     user,
 )
 
-from capserve.errors import ConflictError, InvalidRequestError
-from capserve.serving import bundle
+from capserve.errors import CapserveError, CapsuleError, ConflictError, InvalidRequestError
+from capserve.serving import bundle, intake
 from capserve.serving.archive import Archive
 from capserve.serving.desk import OverBudgetError, SessionDesk, SessionNotFoundError
+from capserve.serving.journal import Journal
 from capserve.serving.keeper import Keeper
 from capserve.serving.orders import (
+    CapsuleImported,
     Deleted,
     DeleteSession,
     Exported,
     ExportSession,
     Forked,
     ForkSession,
+    ImportCapsule,
     Imported,
     ImportSession,
     ListSessions,
@@ -43,8 +47,10 @@ from capserve.serving.orders import (
     Undone,
     UndoSession,
 )
+from capserve.serving.rows import CapsuleKey
+from capserve.serving.sessions import MAX_UNDONE, Session
 from capserve.testing.fake_engine import FakeEngine, fake_limits
-from capserve.text.messages import Message
+from capserve.text.messages import Conversation, Message
 
 OWNER = "key"
 FRAME = 5
@@ -318,8 +324,33 @@ def taken_over(found: bundle.Bundle, namespace: str) -> ImportSession:
         conversation=conversation,
         chain=WordRecords().chain(conversation),
         record=None,
-        capsules=found.capsules,
     )
+
+
+def taken_in(o: Office, found: bundle.Bundle, namespace: str) -> Imported:
+    """Every order of an import, one by one, as the api asks them."""
+    orders = intake.steps(taken_over(found, namespace), found.capsules)
+    try:
+        order = next(orders)
+        while True:
+            try:
+                result = o.order(order, object)
+            except CapserveError as error:
+                order = orders.throw(error)
+            else:
+                order = orders.send(result)
+    except StopIteration as end:
+        done: Imported = end.value
+        return done
+
+
+def packed(o: Office, session_id: str, *, every: bool = False) -> bytes:
+    exported = o.order(ExportSession(OWNER, session_id, every), Exported)
+    return b"".join(bundle.pieces(exported))
+
+
+def unpacked(o: Office, file: bytes) -> bundle.Bundle:
+    return bundle.read(memoryview(file), o.s.engine.limits)
 
 
 @pytest.mark.parametrize("every", [False, True])
@@ -328,10 +359,9 @@ def test_an_exported_session_goes_on_elsewhere_as_it_would_have_here(every: bool
         session_id, messages = o.talk(2)
         exported = o.order(ExportSession(OWNER, session_id, every), Exported)
         assert len(exported.capsules) == (len(o.show(session_id).boundaries or ()) if every else 1)
-        file = b"".join(bundle.pieces(exported))
-        found = bundle.read(memoryview(file), elsewhere.s.engine.limits)
-        done = elsewhere.order(taken_over(found, "key/new"), Imported)
-        assert (done.capsules, done.refused) == (len(exported.capsules), None)
+        found = unpacked(elsewhere, packed(o, session_id, every=every))
+        done = taken_in(elsewhere, found, "key/new")
+        assert (done.capsules, done.known, done.refused) == (len(exported.capsules), 0, None)
         assert done.session.id != session_id
         assert elsewhere.tokens(done.session.id) == o.tokens(session_id)
         asked = [*messages, user(some_words(9, seed=80))]
@@ -359,13 +389,134 @@ def test_a_pin_without_room_is_refused_with_both_numbers() -> None:
 def test_an_import_without_room_says_so_and_what_is_missing_is_read_again() -> None:
     with office() as o, office(budget_bytes=1) as small:
         session_id, messages = o.talk(1)
-        exported = o.order(ExportSession(OWNER, session_id), Exported)
-        file = b"".join(bundle.pieces(exported))
-        found = bundle.read(memoryview(file), small.s.engine.limits)
-        done = small.order(taken_over(found, "key/new"), Imported)
+        done = taken_in(small, unpacked(small, packed(o, session_id)), "key/new")
         assert done.capsules == 0
         assert done.refused is not None
         prompt = make_prompt([*messages, user("99 ")])
         end = finished(small.s.ask(prompt, namespace="key/new", session_id=done.session.id)[0])
         assert end.message == finished(o.s.ask(prompt)[0]).message
         assert end.metrics.cached_tokens == 0
+
+
+def test_an_import_leaves_a_state_that_is_there_as_it_is() -> None:
+    with office() as o:
+        session_id, _ = o.talk(1)
+        o.order(PinSession(OWNER, session_id), Pinned)
+        before = o.show(session_id).boundaries or ()
+        names = [part.name for part in o.s.store.get(newest(o, session_id)).capsule.parts]
+        done = taken_in(o, unpacked(o, packed(o, session_id, every=True)), "key/a")
+        assert (done.capsules, done.known, done.refused) == (0, len(before), None)
+        assert done.session.id != session_id
+        after = o.show(session_id).boundaries or ()
+        assert [(b.position, b.pinned) for b in after] == [(b.position, b.pinned) for b in before]
+        kept = o.s.store.get(newest(o, session_id)).capsule.parts
+        assert [part.name for part in kept] == names
+
+
+def newest(o: Office, session_id: str) -> CapsuleKey:
+    session = o.s.sessions.named(session_id)
+    assert session is not None
+    assert session.newest is not None
+    return session.newest
+
+
+def test_an_import_gives_way_between_any_two_of_its_states() -> None:
+    with office() as o, office() as elsewhere:
+        session_id, _ = o.talk(3)
+        found = unpacked(elsewhere, packed(o, session_id, every=True))
+        orders = list(one_by_one(found))
+        assert [len(getattr(order, "keys", ())) for order in orders] == [0] * len(orders)
+        assert len(orders) == len(found.capsules) + 1 > 3
+
+
+def one_by_one(found: bundle.Bundle) -> Iterator[SessionOrder]:
+    orders = intake.steps(taken_over(found, "key/new"), found.capsules)
+    order = next(orders)
+    while isinstance(order, ImportCapsule):
+        yield order
+        order = orders.send(CapsuleImported(kept=True, known=False, refused=None))
+    yield order
+
+
+def test_an_import_that_fails_half_way_leaves_nothing_behind() -> None:
+    with office() as o, office() as elsewhere:
+        session_id, _ = o.talk(2)
+        found = unpacked(elsewhere, packed(o, session_id, every=True))
+        *good, last = found.capsules
+        torn = replace(last, parts=(memoryview(b"torn"), *last.parts[1:]))
+        bad = replace(found, capsules=(*good, torn))
+        with pytest.raises(CapsuleError):
+            taken_in(elsewhere, bad, "key/new")
+        assert len(elsewhere.s.store.entries_in("key/new")) == 0
+        assert len(elsewhere.s.sessions) == 0
+
+
+@pytest.mark.parametrize(
+    "error", [MemoryError("no"), RuntimeError("DefaultCPUAllocator: can't allocate memory")]
+)
+def test_an_import_without_memory_is_refused_and_the_server_goes_on(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with office() as o, office() as elsewhere:
+        session_id, _ = o.talk(1)
+        found = unpacked(elsewhere, packed(o, session_id))
+
+        def fails(*_: object) -> None:
+            raise error
+
+        with monkeypatch.context() as patch:
+            patch.setattr(elsewhere.s.engine, "unpack", fails)
+            with pytest.raises(OverBudgetError, match="no memory"):
+                taken_in(elsewhere, found, "key/new")
+        assert taken_in(elsewhere, found, "key/new").capsules == 1
+
+
+def test_a_delete_takes_what_was_undone_before_too_unless_another_session_has_it() -> None:
+    for shared in (False, True):
+        with office() as o:
+            session_id, messages = o.talk(2)
+            digest = WordRecords().chain(Conversation(tuple(messages)))[-1]
+            assert o.s.transcripts.longest("key/a", [digest]) is not None
+            if shared:
+                o.order(ForkSession(OWNER, session_id), Forked)
+            o.order(UndoSession(OWNER, session_id), Undone)
+            o.order(DeleteSession(OWNER, session_id), Deleted)
+            assert (len(o.s.store.entries_in("key/a")) > 0) == shared
+            assert (o.s.transcripts.longest("key/a", [digest]) is not None) == shared
+
+
+def test_what_is_remembered_as_undone_is_bounded() -> None:
+    session = Session("one", "key/a", Journal(), 0.0)
+    for batch in range(4):
+        keys = [CapsuleKey("key/a", batch * MAX_UNDONE + i, b"d" * 16) for i in range(MAX_UNDONE)]
+        session.remember_undone(keys, [b"%d" % key.position for key in keys])
+    assert list(session.undone.keys) == keys
+    assert len(session.undone.turns) == MAX_UNDONE
+
+
+def test_every_fork_that_is_listed_is_there_however_many_sessions_are_busy() -> None:
+    with office(max_active_sessions=4) as o:
+        session_id, _ = o.talk(1)
+        other = o.s.sessions.create("key/a", Journal(), 0.0)
+        other.busy = True
+        with pytest.raises(InvalidRequestError, match="n must be 1 to 2, got 3"):
+            o.order(ForkSession(OWNER, session_id, 3), Forked)
+        forks = o.order(ForkSession(OWNER, session_id, 2), Forked).sessions
+        assert all(o.s.sessions.named(fork.id) is not None for fork in forks)
+        everybody = o.s.sessions.all()
+        for session in everybody:
+            session.busy = True
+        with pytest.raises(OverBudgetError, match="4 of at most 4"):
+            o.order(ForkSession(OWNER, session_id, turns=0), Forked)
+        for session in everybody:
+            session.busy = False
+
+
+def test_an_export_is_no_use_of_a_state() -> None:
+    with office() as o:
+        session_id, _ = o.talk(2)
+        keys = o.s.store.entries_in("key/a")
+        used_at = [o.s.store.entry(key).used_at for key in keys]
+        exported = o.order(ExportSession(OWNER, session_id, every_boundary=True), Exported)
+        assert len(exported.capsules) == len(keys) > 2
+        assert [o.s.store.entry(key).used_at for key in keys] == used_at

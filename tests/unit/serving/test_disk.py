@@ -155,6 +155,7 @@ def test_a_bad_file_is_never_loaded_and_takes_its_capsules_along(
     assert len(caplog.records) == 1
     assert not tier.holds(one.key)
     assert not tier.holds(two.key)
+    assert tier.flush(5)
     assert not path.exists()
     assert sorted(tier.take_evicted(), key=str) == sorted([one.key, two.key], key=str)
     tier.check()

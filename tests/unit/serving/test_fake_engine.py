@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from serving_harness import END, ids, make_prompt, serving, some_words, user
 
@@ -157,13 +158,29 @@ def test_kv_that_changed_on_its_way_shows_in_the_restore_and_not_before() -> Non
         engine.restore(capsule)
 
 
-def test_names_depend_on_tokens_and_not_on_the_calls() -> None:
+@pytest.mark.parametrize(("cuts", "same"), [([64, 192], True), ([7, 14], False)])
+def test_names_depend_on_tokens_and_on_where_a_prefill_was_cut(cuts: list[int], same: bool) -> None:
+    tokens = ids(range(1, 301))
     whole, pieces = FakeEngine(), FakeEngine()
-    whole.extend(ids(range(1, 301)))
-    for start in range(1, 301, 7):
-        pieces.extend(ids(range(start, min(start + 7, 301))))
+    whole.extend(tokens)
+    for piece in np.split(tokens, cuts):
+        pieces.extend(piece)
     names = [[part.name for part in engine.snapshot().parts] for engine in (whole, pieces)]
-    assert names[0] == names[1]
+    assert (names[0] == names[1]) is same
+
+
+def test_a_decoded_token_and_a_prefilled_one_make_two_names() -> None:
+    said, read = FakeEngine(), FakeEngine()
+    said.extend(ids(range(1, 101)))
+    said.begin(Sampling(), ids(range(1, 101)))
+    (token,) = said.step().tokens
+    said.step()
+    read.extend(ids([*range(1, 101), token]))
+    capsules = [engine.snapshot() for engine in (said, read)]
+    assert capsules[0].position == capsules[1].position
+    assert not {p.name for p in capsules[0].parts} & {p.name for p in capsules[1].parts}
+    read.restore(capsules[0])
+    assert [p.name for p in read.snapshot().parts] == [p.name for p in capsules[0].parts]
 
 
 def test_capsules_live_in_the_tiers_that_were_asked_for_and_count_there() -> None:

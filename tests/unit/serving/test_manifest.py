@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sqlite3
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -12,6 +13,7 @@ import pytest
 from disk_harness import FINGERPRINT, ROOMY, FakePart, key, save
 
 from capserve.serving.disk import DiskTier
+from capserve.serving.disk_codec import row_check
 from capserve.serving.journal import Span, SpanKind, TurnMark
 from capserve.serving.manifest import Manifest
 from capserve.serving.rows import SessionRow, TurnEnd, TurnRow
@@ -140,24 +142,66 @@ def test_the_newest_turns_are_read_when_not_all_are_wanted(tier: DiskTier) -> No
     assert len(tier.turns()) == 5
 
 
-def test_a_damaged_session_starts_the_store_over_while_it_runs(tier: DiskTier) -> None:
+@pytest.mark.parametrize("damage", ["spans = x'00'", "used_at = 3.0", "id = x'ff'"])
+def test_a_damaged_session_is_dropped_alone(
+    damage: str, tier: DiskTier, caplog: pytest.LogCaptureFixture
+) -> None:
     saved = save(tier, "one", [FakePart("one")])
     tier.put_session(SESSION)
+    other = replace(SESSION, id="s-2", used_at=99.0)
+    tier.put_session(other)
+    tier.put_turn(turn("kept"))
     assert tier.flush(5)
-    import sqlite3
-
     with sqlite3.connect(tier.directory / "manifest.sqlite3") as db:
-        db.execute("UPDATE sessions SET spans = x'00'")
+        db.execute(f"UPDATE sessions SET {damage} WHERE used_at = 12.5")
     db.close()
-    assert tier.sessions() == []
-    assert tier.sessions() == []
-    tier.flush(5)
-    assert (tier.directory / "manifest.corrupt-1").exists()
-    assert not (tier.directory / "manifest.corrupt-2").exists()
-    assert tier.take_evicted() == [saved.key]
-    assert tier.fault is None
-    again = save(tier, "one", [FakePart("one")])
-    tier.put_session(SESSION)
+    assert tier.sessions() == [other]
+    assert len(caplog.records) == 1
+    assert tier.flush(5)
+    assert tier.sessions() == [other]
+    assert len(caplog.records) == 1, "it was not removed"
+    assert tier.holds(saved.key)
+    assert [row.digest for row in tier.turns()] == [b"kept"]
     tier.check()
-    assert tier.holds(again.key)
-    assert tier.sessions() == [SESSION]
+
+
+@pytest.mark.parametrize("rest", [b"{}", b"[" * 100_000, b'{"messages": [{"later": null}]}'])
+def test_a_turn_that_makes_no_sense_is_dropped_alone(rest: bytes, tier: DiskTier) -> None:
+    saved = save(tier, "one", [FakePart("one")])
+    tier.put_turn(turn("bad", at=1.0))
+    tier.put_turn(turn("good", at=2.0))
+    tier.put_session(SESSION)
+    assert tier.flush(5)
+    with sqlite3.connect(tier.directory / "manifest.sqlite3") as db:
+        found = db.execute("SELECT * FROM turns WHERE digest = x'626164'").fetchone()
+        columns = (*found[:5], rest, found[6])
+        db.execute(
+            "UPDATE turns SET rest = ?, row_check = ? WHERE digest = x'626164'",
+            (rest, row_check(*columns)),
+        )
+    db.close()
+    assert [row.digest for row in tier.turns()] == [b"good"]
+    assert tier.flush(5)
+    tier.close(5)
+    again = DiskTier.open(tier.directory, FINGERPRINT, ROOMY)
+    assert [row.key for row in again.capsules()] == [saved.key]
+    assert again.sessions() == [SESSION]
+    assert [row.digest for row in again.turns()] == [b"good"]
+    again.close(5)
+
+
+def test_damaged_capsules_and_parts_go_and_the_others_stay(tmp_path: Path) -> None:
+    tier = DiskTier.open(tmp_path / "d", FINGERPRINT, ROOMY)
+    rows = [save(tier, str(n), [FakePart(str(n))]) for n in range(4)]
+    tier.close(5)
+    with sqlite3.connect(tmp_path / "d" / "manifest.sqlite3") as db:
+        db.execute("UPDATE capsules SET spans = x'00' WHERE digest = ?", (rows[0].key.digest,))
+        db.execute("UPDATE parts SET nbytes = 7 WHERE name = ?", (FakePart("1").name,))
+        db.execute(
+            "UPDATE capsules SET position = position + 1 WHERE digest = ?", (rows[2].key.digest,)
+        )
+    db.close()
+    tier = DiskTier.open(tmp_path / "d", FINGERPRINT, ROOMY)
+    assert [row.key for row in tier.capsules()] == [rows[3].key]
+    tier.check()
+    tier.close(5)

@@ -39,6 +39,11 @@ class Index:
     lost: dict[CapsuleKey, Loss] = field(default_factory=dict)
     on_disk: dict[CapsuleKey, int] = field(default_factory=dict)
     """Those that lie there alone, and the bytes to read."""
+    decoded: set[CapsuleKey] = field(default_factory=set)
+    """Those that a cold run would not come to."""
+
+    def exact(self, key: CapsuleKey) -> bool:
+        return key not in self.decoded
 
     def add(
         self, namespace: str, tokens: Sequence[int], read_bytes: int | None = None
@@ -297,6 +302,20 @@ def test_exact_mode_takes_neither_decoded_nor_off_grid_states() -> None:
         assert plan.miss.kind is MissKind.NOT_ON_GRID
     clean = HotView(journal("s", A[:36]), 36, True)
     assert EXACT.plan(prompt, "k/a", clean, [clean.journal], index, RATES).position == 36
+
+
+def test_exact_mode_never_starts_from_a_capsule_that_is_not_exact_whoever_kept_it() -> None:
+    index = Index()
+    clean, decoded = index.add("k/a", A[:8]), index.add("k/a", A[:32])
+    index.decoded.add(decoded)
+    prompt = raw_prompt([*A, 1])
+    assert POLICY.plan(prompt, "k/a", None, [], index, RATES).capsule == decoded
+    assert EXACT.plan(prompt, "k/a", None, [], index, RATES).capsule == clean
+    index.keys.remove(clean)
+    plan = EXACT.plan(prompt, "k/a", None, [], index, RATES)
+    assert plan.action is PrefixAction.REBUILD
+    assert plan.miss is not None
+    assert plan.miss.kind is MissKind.NOT_ON_GRID
 
 
 def test_a_divergence_names_the_message_and_the_token() -> None:

@@ -38,7 +38,7 @@ def assert_serves_right(s: Serving) -> None:
         end, sink = s.ask(prompt)
         finished(end)
         assert sink.tokens == cold_reply(s.engine.limits, prompt, SAMPLING, 8)
-    s.store.check()
+    s.store.check_some()
 
 
 def test_a_turn_cancelled_in_the_queue_leaves_it_at_once() -> None:
@@ -200,11 +200,11 @@ def test_a_broken_account_turns_health_red_and_ends_nobody_else() -> None:
             raise AssertionError("planted: counter and parts differ")
 
         healing = s.engine.hold("reset")
-        check, s.store.check = s.store.check, broken  # type: ignore[method-assign]
+        check, s.store.check_some = s.store.check_some, broken  # type: ignore[method-assign]
         healing.wait_arrived()
         assert s.worker.health()["status"] == "error"
         assert "counter and parts differ" in s.worker.health()["fault"]
-        s.store.check = check  # type: ignore[method-assign]
+        s.store.check_some = check  # type: ignore[method-assign]
         healing.open()
         assert s.worker.wait_ready(WAIT_S)
         assert_serves_right(s)
@@ -213,19 +213,19 @@ def test_a_broken_account_turns_health_red_and_ends_nobody_else() -> None:
 def test_a_broken_account_empties_the_store_and_counts_once() -> None:
     with serving(idle_check_s=0.01) as s:
         upkept = threading.Semaphore(0)
-        check = s.store.check
+        check = s.store.check_some
 
         def counted() -> None:
             check()
             upkept.release()
 
         def drifted() -> None:
-            s.store.check = counted  # type: ignore[method-assign]
-            s.store._used_bytes += 1
+            s.store.check_some = counted  # type: ignore[method-assign]
+            s.store._memory.tier("host").used_bytes += 1
             check()
 
         finished(s.ask(make_prompt([QUESTION]))[0])
-        s.store.check = drifted  # type: ignore[method-assign]
+        s.store.check_some = drifted  # type: ignore[method-assign]
         for _ in range(3):
             assert upkept.acquire(timeout=WAIT_S)
         assert s.worker.health()["faults"] == 1
@@ -295,4 +295,4 @@ def test_every_submitted_turn_gets_exactly_one_terminal_event(
             assert isinstance(end, Failed) or end.metrics.terminal_state == "done"
         assert s.worker.stop(WAIT_S)
         assert all(len(sink.ends) == 1 for sink in sinks)
-        s.store.check()
+        s.store.check_some()

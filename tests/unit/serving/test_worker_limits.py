@@ -141,14 +141,14 @@ def test_a_full_queue_is_refused_with_a_time_to_retry_and_then_serves_again() ->
 def test_idle_sessions_expire_with_their_capsules_but_pins_stay() -> None:
     with serving(session_idle_ttl_s=0.0, idle_check_s=0.01) as s:
         upkept = threading.Event()
-        check = s.store.check
+        check = s.store.check_some
 
         def watched() -> None:
             check()
             if s.store.footprint().evicted:
                 upkept.set()
 
-        s.store.check = watched  # type: ignore[method-assign]
+        s.store.check_some = watched  # type: ignore[method-assign]
         finished(s.ask(make_prompt([SYSTEM, QUESTION]), pin=100)[0])
         assert upkept.wait(WAIT_S)
     assert len(s.sessions) == 0
@@ -163,13 +163,13 @@ def test_upkeep_is_done_on_a_busy_server_too() -> None:
         sinks = [s.submit(make_prompt([QUESTION]))[1]]
         gate.wait_arrived()
         sinks += [s.submit(make_prompt([QUESTION]))[1] for _ in range(2)]
-        check = s.store.check
+        check = s.store.check_some
 
         def watched() -> None:
             waiting_at.append(s.worker.depth())
             check()
 
-        s.store.check = watched  # type: ignore[method-assign]
+        s.store.check_some = watched  # type: ignore[method-assign]
         gate.open()
         for sink in sinks:
             finished(sink.wait())

@@ -206,6 +206,27 @@ def test_a_turn_that_is_cancelled_while_parked_ends_within_one_unit_and_its_chun
         assert_undisturbed(s, LONG, again, 60)
 
 
+def test_a_parked_turn_whose_state_can_not_be_released_still_frees_its_session(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with serving(**FAIR) as s:
+        _, long, gate = begun_long(s)
+        begun = next(session for session in s.sessions.all() if session.busy)
+
+        def fails(*_: object, **__: object) -> None:
+            raise RuntimeError("planted")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(s.store, "release", fails)
+            s.engine.fail("extend", 1)  # the short one's: the long one is parked then
+            short = ask_short(s)
+            gate.open()
+            for sink in (short, long):
+                assert failed(sink.wait()).code == "engine_error"
+            assert s.worker.wait_ready(WAIT_S)
+        assert not begun.busy
+
+
 @pytest.mark.parametrize(("call", "at"), [("extend", 1), ("step", 2)])
 def test_a_fault_fails_the_parked_turn_too_and_heals(call: Call, at: int) -> None:
     with serving(**FAIR) as s:
