@@ -34,9 +34,9 @@ from benchmarks.plot import Series, log_log
 from capserve.engine.runtime import TorchEngine
 from capserve.engine.seam import Capsule, TokenArray
 from capserve.nano import checkpoint_dir
-from capserve.serving.disk import DiskTier
+from capserve.serving.capsules.rows import CapsuleKey, CapsuleRow, PartRow
+from capserve.serving.disk.tier import DiskTier
 from capserve.serving.journal import Span, SpanKind, prefix_digests
-from capserve.serving.rows import CapsuleKey, CapsuleRow, PartRow
 from capserve.testing.tiny import SHAPES, TinyShape, write_checkpoint
 
 UNDO_TOKENS = 64

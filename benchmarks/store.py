@@ -30,11 +30,11 @@ from typing import Any
 import numpy as np
 
 from benchmarks.card import card, spread, write
-from capserve.serving.disk import DiskTier
-from capserve.serving.disk_files import PartFile
+from capserve.serving.capsules.rows import CapsuleKey, CapsuleRow, PartRow
+from capserve.serving.disk.files import PartFile
+from capserve.serving.disk.manifest import Manifest
+from capserve.serving.disk.tier import DiskTier
 from capserve.serving.journal import Span, SpanKind
-from capserve.serving.manifest import Manifest
-from capserve.serving.rows import CapsuleKey, CapsuleRow, PartRow
 
 FINGERPRINT = "benchmark"
 CAPSULES, PARTS = 10_000, 20

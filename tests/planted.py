@@ -52,12 +52,12 @@ PLANTED = (
         "::test_a_chunk_is_in_the_journal_before_its_sink_hears_of_it",
         (
             Edit(
-                "serving/decode_run.py",
+                "serving/running/decode_run.py",
                 "        self._session.journal.append(chunk.tokens, SpanKind.DECODE)\n",
                 "",
             ),
             Edit(
-                "serving/decode_run.py",
+                "serving/running/decode_run.py",
                 "        self._deliver(delta)\n",
                 "        self._deliver(delta)\n"
                 "        self._session.journal.append(chunk.tokens, SpanKind.DECODE)\n",
@@ -96,7 +96,7 @@ PLANTED = (
         "::test_a_stop_string_ends_the_turn_and_leaves_no_session_hot",
         (
             Edit(
-                "serving/turn_run.py",
+                "serving/running/turn_run.py",
                 "        if done.clean:\n",
                 "        if done:\n",
             ),
@@ -109,7 +109,7 @@ PLANTED = (
         "::test_a_retry_after_a_cancelled_decode_says_what_the_first_would_have_said[greedy]",
         (
             Edit(
-                "serving/keeper.py",
+                "serving/capsules/keeper.py",
                 "        self._sessions.clear_hot()\n        now = time.monotonic()\n",
                 "        now = time.monotonic()\n",
             ),
@@ -122,7 +122,7 @@ PLANTED = (
         "::test_the_end_of_a_guest_is_hot_only_until_the_parked_turn_goes_on",
         (
             Edit(
-                "serving/keeper.py",
+                "serving/capsules/keeper.py",
                 "        self._sessions.clear_hot()\n"
                 "        moved_bytes = self._engine.restore(self",
                 "        moved_bytes = self._engine.restore(self",
@@ -161,7 +161,7 @@ PLANTED = (
         "::test_ten_impatient_retries_of_a_long_prompt_each_come_further[False]",
         (
             Edit(
-                "serving/turn_run.py",
+                "serving/running/turn_run.py",
                 "            self._keep_what_was_done()\n            return Cancelled()\n",
                 "            return Cancelled()\n",
             ),
@@ -174,7 +174,7 @@ PLANTED = (
         "::test_a_short_turn_runs_inside_a_long_one_and_both_say_what_they_would_have_said[step-9]",
         (
             Edit(
-                "serving/decode_run.py",
+                "serving/running/decode_run.py",
                 "engine.begin(request.sampling, prompt, output)",
                 "engine.begin(request.sampling, prompt)",
             ),
@@ -210,7 +210,13 @@ PLANTED = (
         "the bytes of an evicted capsule stay on the account",
         "unit/serving/test_capsules.py"
         "::test_shared_parts_count_once_and_leave_with_their_last_capsule",
-        (Edit("serving/tiers.py", "                self.used_bytes -= shared.part.nbytes\n", ""),),
+        (
+            Edit(
+                "serving/capsules/tiers.py",
+                "                self.used_bytes -= shared.part.nbytes\n",
+                "",
+            ),
+        ),
     ),
     Planted(
         "I8",
@@ -219,7 +225,7 @@ PLANTED = (
         "::test_a_pin_outlives_a_store_that_is_full_and_its_own_session",
         (
             Edit(
-                "serving/capsules.py",
+                "serving/capsules/store.py",
                 "return entry.pinned or entry.holds > 0 or key == self._protected",
                 "return entry.holds > 0 or key == self._protected",
             ),
@@ -231,7 +237,7 @@ PLANTED = (
         "unit/serving/test_capsules.py::test_a_held_capsule_stays_until_its_last_hold_ends",
         (
             Edit(
-                "serving/capsules.py",
+                "serving/capsules/store.py",
                 "return entry.pinned or entry.holds > 0 or key == self._protected",
                 "return entry.pinned or key == self._protected",
             ),
@@ -244,7 +250,7 @@ PLANTED = (
         "::test_what_makes_way_in_the_nearest_tier_goes_to_the_next_and_is_lost_from_the_last",
         (
             Edit(
-                "serving/memory.py",
+                "serving/capsules/memory.py",
                 "                self.leave(entry, evicted=True)\n",
                 "",
             ),
@@ -269,7 +275,7 @@ PLANTED = (
         "::test_a_parked_state_is_found_by_no_plan_and_goes_with_its_hold",
         (
             Edit(
-                "serving/capsules.py",
+                "serving/capsules/store.py",
                 "            self._parked[parked] = entry\n",
                 "            self._catalog.add(entry)\n",
             ),

@@ -12,7 +12,7 @@ from capserve.engine import memory
 from capserve.engine.memory import MemoryPlan
 from capserve.engine.models.config import ModelConfig
 from capserve.errors import MemoryBudgetError
-from capserve.serving.disk import pending_bound
+from capserve.serving.disk.tier import pending_bound
 
 MIB = 2**20
 

@@ -26,17 +26,17 @@ from capserve.api.app import create_app
 from capserve.api.server import bind, running
 from capserve.api.state import ModelInfo, SamplingDefaults, ServerState
 from capserve.engine.seam import Engine, TokenArray
-from capserve.serving.archive import Archive, revive
-from capserve.serving.capsules import CapsuleStore
-from capserve.serving.desk import SessionDesk
-from capserve.serving.disk import DiskTier
-from capserve.serving.keeper import Keeper
+from capserve.serving.capsules.keeper import Keeper
+from capserve.serving.capsules.store import CapsuleStore
+from capserve.serving.disk.tier import DiskTier
 from capserve.serving.limits import Limits
 from capserve.serving.metrics import MetricsLog
-from capserve.serving.orders import SessionOrder
 from capserve.serving.prefix import AutoPrefixPolicy
-from capserve.serving.sessions import SessionRegistry
-from capserve.serving.transcripts import Transcripts
+from capserve.serving.sessions.archive import Archive, revive
+from capserve.serving.sessions.desk import SessionDesk
+from capserve.serving.sessions.orders import SessionOrder
+from capserve.serving.sessions.registry import SessionRegistry
+from capserve.serving.sessions.transcripts import Transcripts
 from capserve.serving.turn import Delta, Failed, Finished, ResultSink, TurnEvent, WorkItem
 from capserve.serving.worker import EngineWorker
 from capserve.testing.fake_engine import FakeEngine, fake_limits

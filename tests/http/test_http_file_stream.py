@@ -13,7 +13,7 @@ import pytest
 from capserve.api.file_stream import FileExports
 from capserve.errors import CapsuleError, QueueFullError
 from capserve.serving.journal import Span, SpanKind
-from capserve.serving.orders import Exported, ExportedCapsule
+from capserve.serving.sessions.orders import Exported, ExportedCapsule
 
 WAIT_S = 10.0
 

@@ -30,7 +30,7 @@ from harness import (
 from capserve.api import file_stream
 from capserve.api.auth import KeyRing
 from capserve.errors import ConflictError
-from capserve.serving.orders import DeleteSession, Exported, ExportSession, UndoSession
+from capserve.serving.sessions.orders import DeleteSession, Exported, ExportSession, UndoSession
 from capserve.text.markup import EMPTY_THINK
 
 SYSTEM = {"role": "system", "content": "You count sheep, one by one, and say so. " * 8}

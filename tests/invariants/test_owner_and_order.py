@@ -12,17 +12,17 @@ from typing import Any, TypeVar
 
 from capserve.engine.seam import Sampling
 from capserve.nano import checkpoint_dir
-from capserve.serving.archive import Archive
-from capserve.serving.capsules import CapsuleStore
-from capserve.serving.desk import SessionDesk
-from capserve.serving.keeper import Keeper
+from capserve.serving.capsules.keeper import Keeper
+from capserve.serving.capsules.store import CapsuleStore
 from capserve.serving.limits import Limits
 from capserve.serving.metrics import MetricsLog
 from capserve.serving.misses import owner_of
-from capserve.serving.orders import ListSessions, SessionPage
 from capserve.serving.prefix import AutoPrefixPolicy
-from capserve.serving.sessions import SessionRegistry
-from capserve.serving.transcripts import Transcripts
+from capserve.serving.sessions.archive import Archive
+from capserve.serving.sessions.desk import SessionDesk
+from capserve.serving.sessions.orders import ListSessions, SessionPage
+from capserve.serving.sessions.registry import SessionRegistry
+from capserve.serving.sessions.transcripts import Transcripts
 from capserve.serving.turn import CancelToken, Delta, TurnEvent, TurnRequest, WorkItem
 from capserve.serving.worker import EngineWorker
 from capserve.testing.fake_engine import FakeEngine, fake_limits

@@ -20,12 +20,12 @@ from capserve.api.named import Subject, best_record
 from capserve.engine.capsule import TorchCapsule
 from capserve.engine.runtime import TorchEngine
 from capserve.engine.seam import Sampling, TokenLogprob
-from capserve.serving.capsules import CapsuleStore
+from capserve.serving.capsules.store import CapsuleStore
 from capserve.serving.lifecycle import FinishReason
-from capserve.serving.orders import SessionOrder
 from capserve.serving.prefix import PrefixAction
-from capserve.serving.sessions import SessionRegistry
-from capserve.serving.transcripts import KnownSession, Transcripts
+from capserve.serving.sessions.orders import SessionOrder
+from capserve.serving.sessions.registry import SessionRegistry
+from capserve.serving.sessions.transcripts import KnownSession, Transcripts
 from capserve.serving.turn import CancelToken, Failed, Finished, TurnRequest, WorkItem
 from capserve.serving.worker import EngineWorker
 from capserve.text.messages import Conversation, Message

@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from capserve.serving import disk_files, disk_writer
-from capserve.serving.disk_files import PartFiles
-from capserve.serving.manifest import FILE_NAME, Manifest
+from capserve.serving.disk import files as disk_files
+from capserve.serving.disk import writer as disk_writer
+from capserve.serving.disk.files import PartFiles
+from capserve.serving.disk.manifest import FILE_NAME, Manifest
 from tests.reuse.wire import killed
 
 

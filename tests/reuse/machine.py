@@ -22,10 +22,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from capserve.engine.runtime import TorchEngine
 from capserve.engine.seam import Sampling
 from capserve.errors import CapsuleError, ConflictError
-from capserve.serving.desk import OverBudgetError
-from capserve.serving.disk import DiskTier
+from capserve.serving.disk.tier import DiskTier
 from capserve.serving.misses import owner_of
-from capserve.serving.orders import (
+from capserve.serving.sessions.desk import OverBudgetError
+from capserve.serving.sessions.orders import (
     DeleteSession,
     ForkSession,
     ListSessions,

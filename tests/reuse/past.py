@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from capserve.serving.transcripts import KnownSession
+from capserve.serving.sessions.transcripts import KnownSession
 from capserve.text.messages import Conversation, Message
 from tests.reuse.server import texts
 

@@ -13,18 +13,18 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from capserve.nano import checkpoint_dir
-from capserve.serving.archive import Archive, revive
-from capserve.serving.capsules import CapsuleStore
-from capserve.serving.desk import SessionDesk
-from capserve.serving.disk import DiskTier
-from capserve.serving.keeper import Keeper
+from capserve.serving.capsules.keeper import Keeper
+from capserve.serving.capsules.store import CapsuleStore
+from capserve.serving.disk.tier import DiskTier
 from capserve.serving.limits import Limits
 from capserve.serving.metrics import MetricsLog
-from capserve.serving.orders import SessionOrder
 from capserve.serving.prefix import AutoPrefixPolicy, Rates
 from capserve.serving.rates import RateMeter
-from capserve.serving.sessions import SessionRegistry
-from capserve.serving.transcripts import Transcripts
+from capserve.serving.sessions.archive import Archive, revive
+from capserve.serving.sessions.desk import SessionDesk
+from capserve.serving.sessions.orders import SessionOrder
+from capserve.serving.sessions.registry import SessionRegistry
+from capserve.serving.sessions.transcripts import Transcripts
 from capserve.serving.worker import EngineWorker
 from capserve.text.output import TurnOutput
 from capserve.text.prompt import PromptBuilder

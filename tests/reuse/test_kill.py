@@ -22,7 +22,7 @@ import httpx
 import pytest
 
 from capserve.engine.seam import Sampling
-from capserve.serving.disk import DiskTier
+from capserve.serving.disk.tier import DiskTier
 from capserve.serving.turn import Finished
 from tests.process import server_process
 from tests.reuse import victim

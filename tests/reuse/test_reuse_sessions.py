@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from capserve.engine.seam import Sampling
-from capserve.serving.orders import ForkSession, UndoSession
+from capserve.serving.sessions.orders import ForkSession, UndoSession
 from capserve.serving.turn import Failed, Finished
 from capserve.text.messages import Message
 from tests.reuse.conftest import Engines

@@ -21,7 +21,7 @@ from capserve.engine.runtime import TorchEngine
 from capserve.engine.seam import Sampling
 from capserve.errors import CapserveError
 from capserve.nano import checkpoint_dir
-from capserve.serving.orders import (
+from capserve.serving.sessions.orders import (
     DeleteSession,
     ForkSession,
     ListSessions,
@@ -30,7 +30,7 @@ from capserve.serving.orders import (
     SessionOrder,
     UndoSession,
 )
-from capserve.serving.transcripts import KnownSession
+from capserve.serving.sessions.transcripts import KnownSession
 from capserve.serving.turn import Finished
 from capserve.text.messages import Conversation, Message
 from tests.reuse.cold import ColdRun

@@ -19,8 +19,8 @@ from capserve.api.errors import ClientGoneError
 from capserve.api.sessions_file import TAR_TYPE
 from capserve.api.stream import Departure
 from capserve.errors import CapserveError, QueueFullError
-from capserve.serving.bundle import PIECE_BYTES, pieces
-from capserve.serving.orders import Exported
+from capserve.serving.sessions.bundle import PIECE_BYTES, pieces
+from capserve.serving.sessions.orders import Exported
 
 log = logging.getLogger("capserve.api")
 

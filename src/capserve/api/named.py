@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 from capserve.api.auth import namespace
 from capserve.api.schemas import ChatRequest, quote
 from capserve.errors import InvalidRequestError
-from capserve.serving.desk import SessionNotFoundError
 from capserve.serving.misses import owner_of
-from capserve.serving.transcripts import KnownSession, Transcripts
+from capserve.serving.sessions.desk import SessionNotFoundError
+from capserve.serving.sessions.transcripts import KnownSession, Transcripts
 from capserve.text.messages import Conversation
 from capserve.text.prompt import PromptBuilder, TurnRecord
 

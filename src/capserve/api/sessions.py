@@ -29,7 +29,7 @@ from capserve.api.strict_json import parse_object
 from capserve.api.validation import validated
 from capserve.errors import CapserveError, InvalidRequestError
 from capserve.serving.misses import owner_of
-from capserve.serving.orders import (
+from capserve.serving.sessions.orders import (
     MAX_FORKS,
     Deleted,
     DeleteSession,

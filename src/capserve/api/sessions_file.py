@@ -23,11 +23,11 @@ from capserve.api.schemas import MAX_MESSAGES, ChatRequest
 from capserve.api.state import ServerState
 from capserve.api.validation import validated
 from capserve.errors import CapsuleError, InvalidRequestError, QueueFullError, TooLargeError
-from capserve.serving import intake
-from capserve.serving.bundle import PIECE_BYTES, read
-from capserve.serving.desk import record_at
 from capserve.serving.misses import owner_of
-from capserve.serving.orders import Imported, ImportSession, SessionOrder
+from capserve.serving.sessions import intake
+from capserve.serving.sessions.bundle import PIECE_BYTES, read
+from capserve.serving.sessions.desk import record_at
+from capserve.serving.sessions.orders import Imported, ImportSession, SessionOrder
 from capserve.text.messages import Conversation, Message
 from capserve.text.prompt import PromptBuilder
 

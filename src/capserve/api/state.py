@@ -20,8 +20,8 @@ from capserve.engine.seam import EngineLimits
 from capserve.errors import InvalidRequestError, StartupError
 from capserve.serving.limits import Limits
 from capserve.serving.metrics import MetricsLog
-from capserve.serving.orders import SessionOrder, SessionResult
-from capserve.serving.transcripts import Transcripts
+from capserve.serving.sessions.orders import SessionOrder, SessionResult
+from capserve.serving.sessions.transcripts import Transcripts
 from capserve.serving.turn import WorkItem
 from capserve.text.prompt import PromptBuilder
 from capserve.text.tokenizer import Tokenizer

@@ -22,11 +22,11 @@ from rich.markup import escape
 from rich.table import Table
 
 from capserve.errors import CapserveError, InvalidRequestError, NotFoundError
-from capserve.serving.disk import DiskTier, default_capsule_dir
-from capserve.serving.disk_index import Footprint
+from capserve.serving.capsules.rows import CapsuleKey, CapsuleRow, SessionRow
+from capserve.serving.disk.index import Footprint
+from capserve.serving.disk.manifest import FILE_NAME
+from capserve.serving.disk.tier import DiskTier, default_capsule_dir
 from capserve.serving.journal import prefix_digests
-from capserve.serving.manifest import FILE_NAME
-from capserve.serving.rows import CapsuleKey, CapsuleRow, SessionRow
 
 WAIT_S = 60.0
 """For what a command has removed to be gone."""

@@ -31,16 +31,16 @@ from capserve.engine.memory import MemoryPlan
 from capserve.engine.runtime import TorchEngine, plan_memory
 from capserve.engine.seam import MAX_DRAFTS, EngineLimits
 from capserve.errors import StartupError
-from capserve.serving.archive import Archive, revive
-from capserve.serving.capsules import CapsuleStore
-from capserve.serving.desk import SessionDesk
-from capserve.serving.disk import DiskTier, default_capsule_dir, pending_bound
-from capserve.serving.keeper import Keeper
+from capserve.serving.capsules.keeper import Keeper
+from capserve.serving.capsules.store import CapsuleStore
+from capserve.serving.disk.tier import DiskTier, default_capsule_dir, pending_bound
 from capserve.serving.limits import Limits
 from capserve.serving.metrics import MetricsLog
 from capserve.serving.prefix import AutoPrefixPolicy
-from capserve.serving.sessions import SessionRegistry
-from capserve.serving.transcripts import Transcripts
+from capserve.serving.sessions.archive import Archive, revive
+from capserve.serving.sessions.desk import SessionDesk
+from capserve.serving.sessions.registry import SessionRegistry
+from capserve.serving.sessions.transcripts import Transcripts
 from capserve.serving.worker import EngineWorker
 from capserve.text.output import OutputSpec, TurnOutput
 from capserve.text.prompt import PromptBuilder

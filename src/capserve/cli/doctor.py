@@ -151,7 +151,7 @@ def _text(settings: Settings, path: Path) -> Check:
 
 def _capsules(settings: Settings) -> Check:
     """Where a server would keep what outlives it."""
-    from capserve.serving.disk import default_capsule_dir
+    from capserve.serving.disk.tier import default_capsule_dir
 
     if settings.disk_budget_bytes == 0:
         return Check("capsules on disk", Verdict.NOTE, "switched off by --disk-budget 0")

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from capserve.engine.seam import TokenArray
-from capserve.serving.catalog import Loss
+from capserve.serving.capsules.catalog import Loss
 from capserve.serving.journal import JournalView
 from capserve.text.prompt import Prompt
 

@@ -32,12 +32,12 @@ from types import MappingProxyType
 from typing import Protocol
 
 from capserve.engine.seam import EngineLimits, TokenArray
-from capserve.serving.catalog import Loss
-from capserve.serving.footprint import Location
+from capserve.serving.capsules.catalog import Loss
+from capserve.serving.capsules.footprint import Location
+from capserve.serving.capsules.rows import CapsuleKey
+from capserve.serving.capsules.tiers import DISK
 from capserve.serving.journal import JournalView, block_digests, prefix_digests
 from capserve.serving.misses import Known, MissReason, explain
-from capserve.serving.rows import CapsuleKey
-from capserve.serving.tiers import DISK
 from capserve.text.prompt import Prompt
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from capserve.serving.footprint import Footprint
+from capserve.serving.capsules.footprint import Footprint
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 One thread owns the engine, the sessions and the store. `submit`, `order` and a `CancelToken` are
 the ways in; frozen events through a sink, and futures, are the ways out. The thread works unit by
 unit (a plan, a chunk, a step); between two units it looks at all else: orders, upkeep, turns that
-were cancelled while parked, and whether the running turn makes way (`serving/schedule.py`).
+were cancelled while parked, and whether the running turn makes way (`serving/schedule/policy.py`).
 
   W1  A submitted turn gets exactly one terminal event: whatever raises, and whoever gives up.
       A submit that raises delivers nothing; the exception is the answer.
@@ -27,24 +27,38 @@ from typing import Any
 from capserve.engine.seam import Engine
 from capserve.errors import CapserveError, EngineError, QueueFullError, UnavailableError
 from capserve.serving.admission import admit
-from capserve.serving.archive import Archive
-from capserve.serving.bench import Bench, Cancelled, Done, MakeOutput, Records, SinkError, Turn
-from capserve.serving.capsules import CapsuleStore
-from capserve.serving.endings import SHUTDOWN, AnyEnding, last_event, last_state, shutting_down
-from capserve.serving.forecast import Clocked
-from capserve.serving.keeper import Keeper
+from capserve.serving.capsules.keeper import Keeper
+from capserve.serving.capsules.store import CapsuleStore
 from capserve.serving.lifecycle import Lifecycle, TurnState
 from capserve.serving.limits import Limits
 from capserve.serving.metrics import MetricsLog, TurnMetrics
-from capserve.serving.order_queue import Desk, OrderQueue
-from capserve.serving.orders import SessionOrder
 from capserve.serving.prefix import AutoPrefixPolicy
 from capserve.serving.rates import RateMeter
-from capserve.serving.sessions import SessionRegistry
+from capserve.serving.running.bench import (
+    Bench,
+    Cancelled,
+    Done,
+    MakeOutput,
+    Records,
+    SinkError,
+    Turn,
+)
+from capserve.serving.running.endings import (
+    SHUTDOWN,
+    AnyEnding,
+    last_event,
+    last_state,
+    shutting_down,
+)
+from capserve.serving.schedule.forecast import Clocked
+from capserve.serving.schedule.order_queue import Desk, OrderQueue
+from capserve.serving.schedule.stage import Stage
+from capserve.serving.sessions.archive import Archive
+from capserve.serving.sessions.orders import SessionOrder
+from capserve.serving.sessions.registry import SessionRegistry
+from capserve.serving.sessions.transcripts import Transcripts
 from capserve.serving.snapshot import Snapshot
-from capserve.serving.stage import Stage
 from capserve.serving.tally import Tally
-from capserve.serving.transcripts import Transcripts
 from capserve.serving.turn import WorkItem
 
 log = logging.getLogger("capserve.worker")

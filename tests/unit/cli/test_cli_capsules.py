@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 from capserve.cli.main import main
-from capserve.serving.disk import DiskTier
+from capserve.serving.capsules.rows import CapsuleKey, CapsuleRow, PartRow, SessionRow
+from capserve.serving.disk.tier import DiskTier
 from capserve.serving.journal import Span, SpanKind, prefix_digests
-from capserve.serving.rows import CapsuleKey, CapsuleRow, PartRow, SessionRow
 
 Run = Callable[..., tuple[int, str, str]]
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 
-from capserve.serving.disk import DiskTier
+from capserve.serving.capsules.rows import CapsuleKey, CapsuleRow, PartRow
+from capserve.serving.disk.tier import DiskTier
 from capserve.serving.journal import Span, SpanKind
-from capserve.serving.rows import CapsuleKey, CapsuleRow, PartRow
 
 FINGERPRINT = "engine-1"
 ROOMY = 1 << 30

@@ -18,16 +18,16 @@ import numpy as np
 
 from capserve.engine.seam import EngineLimits, Sampling, TokenArray
 from capserve.errors import CapserveError
-from capserve.serving.archive import Archive
-from capserve.serving.bench import MakeOutput
-from capserve.serving.capsules import CapsuleStore
+from capserve.serving.capsules.store import CapsuleStore
 from capserve.serving.limits import Limits
 from capserve.serving.metrics import MetricsLog
-from capserve.serving.order_queue import Desk
 from capserve.serving.prefix import AutoPrefixPolicy
 from capserve.serving.rates import RateMeter
-from capserve.serving.sessions import SessionRegistry
-from capserve.serving.transcripts import Transcripts
+from capserve.serving.running.bench import MakeOutput
+from capserve.serving.schedule.order_queue import Desk
+from capserve.serving.sessions.archive import Archive
+from capserve.serving.sessions.registry import SessionRegistry
+from capserve.serving.sessions.transcripts import Transcripts
 from capserve.serving.turn import (
     CancelToken,
     Delta,

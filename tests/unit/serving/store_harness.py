@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 
 from capserve.engine.seam import Capsule, CapsulePart, EngineLimits
 from capserve.errors import CapsuleError
-from capserve.serving.capsules import CapsuleStore
-from capserve.serving.rows import CapsuleKey, CapsuleRow
+from capserve.serving.capsules.rows import CapsuleKey, CapsuleRow
+from capserve.serving.capsules.store import CapsuleStore
 from capserve.testing.fake_engine import fake_limits
 
 

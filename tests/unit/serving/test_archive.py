@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 from serving_harness import chain_of, ids, user
 
-from capserve.serving.archive import (
+from capserve.serving.capsules.rows import CapsuleKey, CapsuleRow, SessionRow, TurnEnd, TurnRow
+from capserve.serving.journal import Journal, Span, SpanKind
+from capserve.serving.sessions.archive import (
     Archive,
     revive,
     session_row,
 )
-from capserve.serving.journal import Journal, Span, SpanKind
-from capserve.serving.rows import CapsuleKey, CapsuleRow, SessionRow, TurnEnd, TurnRow
-from capserve.serving.sessions import Session, SessionRegistry
-from capserve.serving.transcripts import Transcripts, record_bytes
+from capserve.serving.sessions.registry import Session, SessionRegistry
+from capserve.serving.sessions.transcripts import Transcripts, record_bytes
 from capserve.text.messages import Conversation, Message
 from capserve.text.prompt import TurnRecord
 

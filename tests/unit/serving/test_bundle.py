@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from capserve.errors import CapsuleError, InvalidRequestError
-from capserve.serving import bundle
+from capserve.serving.capsules.rows import TurnEnd
 from capserve.serving.journal import Span, SpanKind, TurnMark
-from capserve.serving.orders import Exported, ExportedCapsule
-from capserve.serving.rows import TurnEnd
+from capserve.serving.sessions import bundle
+from capserve.serving.sessions.orders import Exported, ExportedCapsule
 from capserve.testing.fake_engine import fake_limits
 from capserve.text.messages import Conversation, Message
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from store_harness import Clock, PlainEngine, capsule, key, make_store, small
 
-from capserve.serving.catalog import Loss
+from capserve.serving.capsules.catalog import Loss
 from capserve.serving.journal import Span, SpanKind
 
 

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from store_harness import Clock, ManualDisk, capsule, key, make_store, small
 
-from capserve.serving.capsules import CapsuleLostError, CapsuleStore
-from capserve.serving.catalog import Loss
-from capserve.serving.disk import DiskTier
-from capserve.serving.footprint import Location
+from capserve.serving.capsules.catalog import Loss
+from capserve.serving.capsules.footprint import Location
+from capserve.serving.capsules.rows import CapsuleKey, CapsuleRow, PartRow
+from capserve.serving.capsules.store import CapsuleLostError, CapsuleStore
+from capserve.serving.disk.tier import DiskTier
 from capserve.serving.journal import Span, SpanKind
-from capserve.serving.rows import CapsuleKey, CapsuleRow, PartRow
 from capserve.testing.fake_engine import FakeEngine, fake_limits
 
 

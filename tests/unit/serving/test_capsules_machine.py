@@ -14,10 +14,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from store_harness import Clock, ManualDisk
 
 from capserve.engine.seam import Capsule
-from capserve.serving.capsules import CapsuleLostError, CapsuleStore
-from capserve.serving.catalog import Entry
+from capserve.serving.capsules.catalog import Entry
+from capserve.serving.capsules.rows import CapsuleKey
+from capserve.serving.capsules.store import CapsuleLostError, CapsuleStore
 from capserve.serving.journal import Span, SpanKind, prefix_digests
-from capserve.serving.rows import CapsuleKey
 from capserve.testing.fake_engine import FakeEngine, fake_limits
 
 LIMITS = fake_limits(

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from capserve.serving.conversation_json import (
+from capserve.serving.sessions.conversation_json import (
     conversation_json,
     conversation_of,
     message_of,

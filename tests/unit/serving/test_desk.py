@@ -21,12 +21,13 @@ from serving_harness import (
 )
 
 from capserve.errors import CapserveError, CapsuleError, ConflictError, InvalidRequestError
-from capserve.serving import bundle, intake
-from capserve.serving.archive import Archive
-from capserve.serving.desk import OverBudgetError, SessionDesk, SessionNotFoundError
+from capserve.serving.capsules.keeper import Keeper
+from capserve.serving.capsules.rows import CapsuleKey
 from capserve.serving.journal import Journal
-from capserve.serving.keeper import Keeper
-from capserve.serving.orders import (
+from capserve.serving.sessions import bundle, intake
+from capserve.serving.sessions.archive import Archive
+from capserve.serving.sessions.desk import OverBudgetError, SessionDesk, SessionNotFoundError
+from capserve.serving.sessions.orders import (
     CapsuleImported,
     Deleted,
     DeleteSession,
@@ -47,8 +48,7 @@ from capserve.serving.orders import (
     Undone,
     UndoSession,
 )
-from capserve.serving.rows import CapsuleKey
-from capserve.serving.sessions import MAX_UNDONE, Session
+from capserve.serving.sessions.registry import MAX_UNDONE, Session
 from capserve.testing.fake_engine import FakeEngine, fake_limits
 from capserve.text.messages import Conversation, Message
 

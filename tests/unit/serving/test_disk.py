@@ -16,8 +16,9 @@ import pytest
 from disk_harness import FINGERPRINT, ROOMY, FakePart, key, save
 
 from capserve.errors import CapsuleError, StartupError
-from capserve.serving import disk_files, disk_state
-from capserve.serving.disk import DiskTier
+from capserve.serving.disk import files as disk_files
+from capserve.serving.disk import state as disk_state
+from capserve.serving.disk.tier import DiskTier
 
 SMALL, A, B = FakePart("small", 400), FakePart("a", 3000), FakePart("b", 5000)
 

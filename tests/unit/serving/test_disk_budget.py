@@ -6,7 +6,7 @@ from pathlib import Path
 
 from disk_harness import FINGERPRINT, FakePart, key, save
 
-from capserve.serving.disk import DiskTier
+from capserve.serving.disk.tier import DiskTier
 
 
 def open_tier(path: Path, budget: int) -> DiskTier:

@@ -17,9 +17,10 @@ import pytest
 from disk_harness import FINGERPRINT, ROOMY, FakePart, key, save
 
 from capserve.errors import CapsuleError, StartupError
-from capserve.serving import disk_files, disk_writer
-from capserve.serving.disk import DiskTier
-from capserve.serving.rows import SessionRow
+from capserve.serving.capsules.rows import SessionRow
+from capserve.serving.disk import files as disk_files
+from capserve.serving.disk import writer as disk_writer
+from capserve.serving.disk.tier import DiskTier
 
 HERE = Path(__file__).parent
 
@@ -77,7 +78,7 @@ import resource, sys
 sys.path.insert(0, {here!r})
 from pathlib import Path
 from disk_harness import FINGERPRINT, ROOMY, FakePart, save
-from capserve.serving.disk import DiskTier
+from capserve.serving.disk.tier import DiskTier
 tier = DiskTier.open(Path({directory!r}), FINGERPRINT, ROOMY)
 save(tier, "small", [FakePart("small")])
 assert tier.flush(5)
@@ -267,7 +268,7 @@ import itertools, random, sys, time
 sys.path.insert(0, {here!r})
 from pathlib import Path
 from disk_harness import FINGERPRINT, FakePart, key, save
-from capserve.serving.disk import DiskTier
+from capserve.serving.disk.tier import DiskTier
 rng = random.Random({seed})
 tier = DiskTier.open(Path({directory!r}), FINGERPRINT, 400_000)
 held = [r.key for r in tier.capsules()]

@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 from disk_harness import FINGERPRINT, ROOMY, FakePart, key, save
 
-from capserve.serving.disk import DiskTier
-from capserve.serving.manifest import FILE_NAME
-from capserve.serving.rows import SessionRow, TurnRow
+from capserve.serving.capsules.rows import SessionRow, TurnRow
+from capserve.serving.disk.manifest import FILE_NAME
+from capserve.serving.disk.tier import DiskTier
 from capserve.text.messages import Message
 from capserve.text.prompt import TurnRecord
 

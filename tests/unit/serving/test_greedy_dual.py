@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from capserve.serving.greedy_dual import GreedyDual
+from capserve.serving.capsules.greedy_dual import GreedyDual
 
 KEYS = st.integers(0, 9)
 VALUES = st.floats(0.0, 8.0)

@@ -7,11 +7,11 @@ import pytest
 from store_harness import ManualDisk
 
 from capserve.engine.seam import Sampling, TokenArray
-from capserve.serving.capsules import CapsuleLostError, CapsuleStore
+from capserve.serving.capsules.keeper import Keeper
+from capserve.serving.capsules.store import CapsuleLostError, CapsuleStore
 from capserve.serving.journal import Journal, JournalView, Span, SpanKind
-from capserve.serving.keeper import Keeper
 from capserve.serving.prefix import AutoPrefixPolicy, PrefixAction, PrefixPlan, Rates
-from capserve.serving.sessions import Session, SessionRegistry
+from capserve.serving.sessions.registry import Session, SessionRegistry
 from capserve.testing.fake_engine import FakeEngine, fake_limits
 from capserve.text.messages import Conversation
 from capserve.text.prompt import Prompt

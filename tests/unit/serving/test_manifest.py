@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 from disk_harness import FINGERPRINT, ROOMY, FakePart, key, save
 
-from capserve.serving.disk import DiskTier
-from capserve.serving.disk_codec import row_check
+from capserve.serving.capsules.rows import SessionRow, TurnEnd, TurnRow
+from capserve.serving.disk.codec import row_check
+from capserve.serving.disk.manifest import Manifest
+from capserve.serving.disk.tier import DiskTier
 from capserve.serving.journal import Span, SpanKind, TurnMark
-from capserve.serving.manifest import Manifest
-from capserve.serving.rows import SessionRow, TurnEnd, TurnRow
 from capserve.text.messages import Message, ToolCall
 from capserve.text.prompt import TurnRecord
 

@@ -9,10 +9,10 @@ import pytest
 from store_harness import capsule, make_store
 
 from capserve.nano import checkpoint_dir
+from capserve.serving.capsules.rows import CapsuleKey
 from capserve.serving.journal import JournalView, TurnMark, lcp, prefix_digests
 from capserve.serving.misses import OPENING_TOKENS
 from capserve.serving.prefix import AutoPrefixPolicy, Rates
-from capserve.serving.rows import CapsuleKey
 from capserve.testing.fake_engine import fake_limits
 from capserve.text.messages import Conversation, Message, Role
 from capserve.text.prompt import Prompt, PromptBuilder

@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from serving_harness import chain_of, ids, make_prompt, some_words, system, user
 
-from capserve.serving.catalog import Loss
-from capserve.serving.footprint import Location
+from capserve.serving.capsules.catalog import Loss
+from capserve.serving.capsules.footprint import Location
+from capserve.serving.capsules.rows import CapsuleKey
+from capserve.serving.capsules.tiers import DISK
 from capserve.serving.journal import JournalView, TurnMark, block_digests, prefix_digests
 from capserve.serving.misses import MissKind
 from capserve.serving.prefix import AutoPrefixPolicy, HotView, PrefixAction, Rates
-from capserve.serving.rows import CapsuleKey
-from capserve.serving.tiers import DISK
 from capserve.testing.fake_engine import fake_limits
 from capserve.text.messages import Conversation
 from capserve.text.prompt import Prompt

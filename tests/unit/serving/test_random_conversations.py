@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from serving_harness import END, RecordingSink, cold_reply, serving, some_words, system, user
 
 from capserve.engine.seam import Sampling
+from capserve.serving.capsules.rows import CapsuleKey
 from capserve.serving.journal import prefix_digests
-from capserve.serving.rows import CapsuleKey
 from capserve.serving.turn import Finished
 from capserve.testing.fake_engine import Call, fake_limits
 from capserve.text.messages import Message

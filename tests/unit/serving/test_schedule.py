@@ -10,9 +10,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from capserve.serving.forecast import OutputGuess, decode_left_tokens
 from capserve.serving.limits import Limits
-from capserve.serving.schedule import (
+from capserve.serving.schedule.forecast import OutputGuess, decode_left_tokens
+from capserve.serving.schedule.policy import (
     Begun,
     Continue,
     GiveBack,
@@ -178,7 +178,7 @@ class Job:
 
 @dataclass
 class Day:
-    """One engine and a virtual clock: what `serving/stage.py` does, without the turns."""
+    """One engine and a virtual clock: what `serving/schedule/stage.py` does, without the turns."""
 
     jobs: list[Job]
     limits: Limits

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from capserve.serving.journal import Journal, SpanKind
-from capserve.serving.sessions import Session, SessionRegistry
+from capserve.serving.sessions.registry import Session, SessionRegistry
 
 
 def journal(length: int) -> Journal:

@@ -7,7 +7,7 @@ import threading
 import pytest
 from serving_harness import ids
 
-from capserve.serving.transcripts import Transcripts, record_bytes
+from capserve.serving.sessions.transcripts import Transcripts, record_bytes
 from capserve.text.messages import Conversation, Message
 from capserve.text.prompt import TurnRecord
 

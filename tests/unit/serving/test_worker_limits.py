@@ -28,7 +28,7 @@ from capserve.errors import (
     TooLargeError,
     UnavailableError,
 )
-from capserve.serving.footprint import Footprint, TierFootprint
+from capserve.serving.capsules.footprint import Footprint, TierFootprint
 from capserve.serving.turn import Finished, TurnEvent
 from capserve.testing.fake_engine import FakeEngine, fake_limits
 

@@ -19,8 +19,8 @@ from serving_harness import (
 )
 
 from capserve.errors import CapserveError, ConflictError, QueueFullError, UnavailableError
-from capserve.serving.order_queue import MAX_ORDERS
-from capserve.serving.orders import ListSessions, SessionOrder
+from capserve.serving.schedule.order_queue import MAX_ORDERS
+from capserve.serving.sessions.orders import ListSessions, SessionOrder
 
 ORDER = ListSessions("key")
 PROMPT = make_prompt([user(some_words(60, seed=2))])

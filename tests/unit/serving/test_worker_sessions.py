@@ -17,9 +17,9 @@ from serving_harness import (
 )
 
 from capserve.engine.seam import Sampling
-from capserve.serving.archive import Archive
-from capserve.serving.sessions import Session
-from capserve.serving.transcripts import Transcripts
+from capserve.serving.sessions.archive import Archive
+from capserve.serving.sessions.registry import Session
+from capserve.serving.sessions.transcripts import Transcripts
 from capserve.serving.turn import Finished, TurnEvent
 from capserve.testing.fake_engine import FakeEngine, fake_limits
 from capserve.text.messages import Conversation, Message

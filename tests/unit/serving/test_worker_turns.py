@@ -21,12 +21,12 @@ from serving_harness import (
 )
 
 from capserve.engine.seam import Sampling
-from capserve.serving.capsules import CapsuleLostError
-from capserve.serving.footprint import Taken
+from capserve.serving.capsules.footprint import Taken
+from capserve.serving.capsules.rows import CapsuleKey
+from capserve.serving.capsules.store import CapsuleLostError
 from capserve.serving.journal import SpanKind
 from capserve.serving.lifecycle import FinishReason
-from capserve.serving.rows import CapsuleKey
-from capserve.serving.sessions import SessionRegistry
+from capserve.serving.sessions.registry import SessionRegistry
 from capserve.serving.turn import Delta, TurnEvent
 from capserve.testing.fake_engine import FakeEngine, fake_limits
 from capserve.text.messages import Message

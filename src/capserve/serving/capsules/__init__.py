@@ -1,0 +1,1 @@
+"""Which states are kept, where, and at what price?"""

@@ -1,0 +1,1 @@
+"""How does what must outlive the process lie on disk?"""

@@ -1,0 +1,1 @@
+"""How does one turn run on the engine?"""

@@ -1,0 +1,1 @@
+"""Who runs next, and for how long?"""

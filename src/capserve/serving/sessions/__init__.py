@@ -1,0 +1,1 @@
+"""Which conversations are there, and what may be asked of them?"""
