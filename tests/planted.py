@@ -46,6 +46,19 @@ PLANTED = (
         ),
     ),
     Planted(
+        "I1",
+        "the watchdog asks the engine how it is, from whatever thread looks",
+        "unit/serving/test_worker_drain.py"
+        "::test_a_unit_that_does_not_end_turns_health_red_until_it_ends[step-decode]",
+        (
+            Edit(
+                "serving/worker.py",
+                "overdue=self._watch.overdue(),",
+                "overdue=self._watch.overdue() if self._engine.position else None,",
+            ),
+        ),
+    ),
+    Planted(
         "I2",
         "the sink hears of a chunk before the journal has it",
         "invariants/test_owner_and_order.py"
@@ -73,6 +86,32 @@ PLANTED = (
                 "serving/worker.py",
                 "or it has ended\n        self._end(turn, Cancelled())\n",
                 "or it has ended\n",
+            ),
+        ),
+    ),
+    Planted(
+        "I3",
+        "turns that wait when the drain timeout is over are dropped unheard",
+        "unit/serving/test_worker_drain.py"
+        "::test_at_the_deadline_what_runs_is_cancelled_and_what_waits_is_told_to_come_back",
+        (
+            Edit(
+                "serving/worker.py",
+                "            self._end(turn, shutting_down())\n",
+                "            del turn\n",
+            ),
+        ),
+    ),
+    Planted(
+        "I3",
+        "a server that drains goes on taking turns, and never ends",
+        "unit/serving/test_worker_drain.py"
+        "::test_a_draining_worker_takes_nothing_new_and_ends_what_runs_and_waits",
+        (
+            Edit(
+                "serving/snapshot.py",
+                "return self.started and not self.leaving and",
+                "return self.started and not self.stopping and",
             ),
         ),
     ),
@@ -168,15 +207,28 @@ PLANTED = (
         ),
     ),
     Planted(
-        "I5",
+        "I16",
         "a decode that was parked goes on as if it had said nothing yet",
         "unit/serving/test_worker_schedule.py"
         "::test_a_short_turn_runs_inside_a_long_one_and_both_say_what_they_would_have_said[step-9]",
         (
             Edit(
                 "serving/running/decode_run.py",
-                "engine.begin(request.sampling, prompt, output)",
-                "engine.begin(request.sampling, prompt)",
+                "engine.begin(request.sampling, prompt, output, ",
+                "engine.begin(request.sampling, prompt, None, ",
+            ),
+        ),
+    ),
+    Planted(
+        "I16",
+        "a decode that was parked goes on without the grammar of its reply",
+        "unit/serving/test_worker_grammar.py"
+        "::test_a_turn_that_was_parked_goes_on_under_its_grammar",
+        (
+            Edit(
+                "serving/running/decode_run.py",
+                "output, self._constraint)",
+                "output, self._constraint if output is None else None)",
             ),
         ),
     ),
@@ -387,5 +439,19 @@ PLANTED = (
                 'content = "".join(self._texts["content"][:64])',
             ),
         ),
+    ),
+    Planted(
+        "I14",
+        "the parts of a foreign file are taken under the names that they claim",
+        "contract/test_capsule_contract.py"
+        "::test_foreign_bytes_never_share_a_name_with_what_was_computed_here[tiny-300]",
+        (Edit("engine/shelf.py", "        if apart:\n", "        if False:\n"),),
+    ),
+    Planted(
+        "I15",
+        "a damaged file is believed",
+        "unit/serving/test_disk.py"
+        "::test_a_bad_file_is_never_loaded_and_takes_its_capsules_along[flipped]",
+        (Edit("serving/disk/files.py", " or fold.digest() != known.checksum", ""),),
     ),
 )

@@ -20,7 +20,7 @@ from tests.planted import IMPORT_CONTRACTS, PLANTED, Edit, Planted
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[1]
-INVARIANTS = {f"I{number}" for number in range(1, 14)}
+INVARIANTS = {f"I{number}" for number in range(1, 17)}
 
 TESTS_FAILED = 1
 """pytest's exit status for failed tests; one that was not found or did not load has another."""

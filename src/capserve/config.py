@@ -7,9 +7,10 @@ its flags from these fields, so a setting can't exist on one side only, and buil
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_origin
 
 from pydantic import ByteSize, Field, ValidationError, field_validator
 from pydantic.fields import FieldInfo
@@ -18,6 +19,8 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 from capserve.errors import StartupError
 
 ENV_PREFIX = "CAPSERVE_"
+
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\sA-Z]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +73,20 @@ class Settings(BaseSettings):
         tuple[str, ...],
         NoDecode,
         Flag("Server", "Accepted key; may be repeated (comma-separated in the environment)."),
+    ] = Field((), repr=False)
+    api_key_file: Annotated[
+        str | None, Flag("Server", "File of accepted keys, one a line; # begins a comment line.")
+    ] = None
+    allow_unauthenticated: Annotated[
+        bool, Flag("Server", "Listen beyond this machine without a key.")
+    ] = False
+    cors_origin: Annotated[
+        tuple[str, ...],
+        NoDecode,
+        Flag(
+            "Server",
+            "Origin whose web pages may call, e.g. https://app.example, or *; may be repeated.",
+        ),
     ] = ()
     max_body_bytes: Annotated[
         ByteSize, Flag("Server", "Largest request body, e.g. 16MiB.", name="max-body")
@@ -85,6 +102,22 @@ class Settings(BaseSettings):
             name="stream-stall-timeout",
         ),
     ] = Field(30.0, gt=0)
+    drain_timeout_s: Annotated[
+        float,
+        Flag(
+            "Server",
+            "Seconds that turns may take to finish once a signal says stop.",
+            name="drain-timeout",
+        ),
+    ] = Field(30.0, ge=0, le=86400)
+    watchdog_s: Annotated[
+        float,
+        Flag(
+            "Server",
+            "Seconds after which one unit of work (a chunk, a step) turns /health red.",
+            name="watchdog",
+        ),
+    ] = Field(60.0, gt=0)
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], Flag("Server", "Least level that is printed.")
     ] = "info"
@@ -173,11 +206,11 @@ class Settings(BaseSettings):
         int, Flag("Reuse", "Sessions kept; the least recently used go first.")
     ] = Field(256, ge=1)
 
-    @field_validator("api_key", mode="before")
+    @field_validator("api_key", "cors_origin", mode="before")
     @classmethod
-    def _split_keys(cls, value: Any) -> Any:
+    def _split(cls, value: Any) -> Any:
         if isinstance(value, str):
-            return tuple(key for part in value.split(",") if (key := part.strip()))
+            return tuple(word for part in value.split(",") if (word := part.strip()))
         return value
 
     @field_validator("api_key")
@@ -187,6 +220,24 @@ class Settings(BaseSettings):
         if not all(value):
             raise ValueError("a key may not be empty")
         return value
+
+    @field_validator("cors_origin")
+    @classmethod
+    def _no_origin_that_no_browser_sends(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        # Compared letter by letter with what a browser sends: no path, no slash at its end, no
+        # capitals. One that can never match would look like a setting that does nothing.
+        for origin in value:
+            if origin != "*" and not _ORIGIN.fullmatch(origin):
+                raise ValueError(
+                    f"{origin!r} is no origin: scheme://host or scheme://host:port in lower case, "
+                    "without a path, or *"
+                )
+        return value
+
+
+def is_list(name: str) -> bool:
+    """Its flag may be repeated."""
+    return get_origin(Settings.model_fields[name].annotation) is tuple
 
 
 def flag_of(name: str) -> Flag:

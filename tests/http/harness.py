@@ -38,8 +38,10 @@ from capserve.serving.sessions.orders import SessionOrder
 from capserve.serving.sessions.registry import SessionRegistry
 from capserve.serving.sessions.transcripts import Transcripts
 from capserve.serving.turn import Delta, Failed, Finished, ResultSink, TurnEvent, WorkItem
+from capserve.serving.watch import Watch
 from capserve.serving.worker import EngineWorker
 from capserve.testing.fake_engine import FakeEngine, fake_limits
+from capserve.text.grammar import GrammarCompiler
 from capserve.text.output import TurnOutput
 from capserve.text.prompt import PromptBuilder
 from capserve.text.template import ChatTemplate
@@ -65,6 +67,11 @@ def template() -> ChatTemplate:
 @functools.cache
 def end_tokens() -> tuple[int, ...]:
     return tuple(json.loads((NANO / "generation_config.json").read_text())["eos_token_id"])
+
+
+@functools.cache
+def grammars() -> GrammarCompiler:
+    return GrammarCompiler(tokenizer(), end_tokens())
 
 
 def spelled(tokens: Iterable[int]) -> str:
@@ -245,6 +252,8 @@ def serving(
     engine: Engine,
     *,
     api_keys: tuple[str, ...] = (),
+    cors_origins: tuple[str, ...] = (),
+    watch: Watch | None = None,
     heartbeat_s: float = 5.0,
     listener: socket.socket | None = None,
     drafts: int = 3,
@@ -278,6 +287,7 @@ def serving(
         prompts,
         archive=archive,
         desk=SessionDesk(engine, store, keeper, sessions, transcripts, archive, prompts),
+        watch=watch,
     )
     if disk is not None:
         revive(sessions, transcripts, store, disk, time.time())
@@ -287,6 +297,7 @@ def serving(
         worker=watched,
         prompts=prompts,
         tokenizer=tokenizer(),
+        grammars=grammars(),
         transcripts=transcripts,
         limits=bounds,
         metrics=metrics,
@@ -302,6 +313,7 @@ def serving(
         engine=engine.limits,
         max_import_bytes=max_import_bytes,
         api_keys=api_keys,
+        cors_origins=cors_origins,
         heartbeat_s=heartbeat_s,
     )
     worker.start()

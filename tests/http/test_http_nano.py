@@ -238,7 +238,7 @@ def test_fifty_random_disconnects_leave_a_server_that_answers(server: Server) ->
 
 
 def test_a_full_queue_is_a_429_that_says_when_to_come_back(server: Server) -> None:
-    body = streamed("Talk.", max_tokens=2000, **ENDLESS)
+    body = streamed("Talk.", max_tokens=20_000, **ENDLESS)
     with ExitStack() as streams:
         heads = []
         for _ in range(QUEUE + 1):  # one runs, the others wait

@@ -36,6 +36,16 @@ def tool(**fields):
     return {"tools": [{"type": "function", "function": {"name": "f", **fields}}]}
 
 
+def named(name):
+    return {"tool_choice": {"type": "function", "function": {"name": name}}}
+
+
+def json_schema(value):
+    return {"response_format": {"type": "json_schema", "json_schema": value}}
+
+
+GO = {"tools": [{"type": "function", "function": {"name": "go"}}]}
+
 # (what is sent, status, param, words that the message must have)
 FIELDS = [
     ({"temperature": 3}, "temperature", ["2", "3"]),
@@ -87,14 +97,33 @@ FIELDS = [
     ({"stream": "yes"}, "stream", ["boolean", "'yes'"]),
     ({"stream_options": True}, "stream_options", ["object"]),
     ({"stream_options": {"include_usage": 1}}, "stream_options.include_usage", ["boolean", "1"]),
-    ({"tool_choice": "required"}, "tool_choice", ["grammar"]),
-    ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice", ["grammar"]),
-    ({"tool_choice": "always"}, "tool_choice", ["'always'"]),
+    ({"tool_choice": "required"}, "tool_choice", ["0 tools"]),
+    (named("f"), "tool_choice.function.name", ["0 tools", "'f'"]),
+    ({**named("f"), **GO}, "tool_choice.function.name", ["1 tools", "'f'"]),
+    ({**named(3), **GO}, "tool_choice.function.name", ["string", "integer"]),
+    ({**named("f"), "tools": []}, "tool_choice.function.name", ["0 tools"]),
+    ({"tool_choice": {"type": "function"}}, "tool_choice.function", ["object", "null"]),
+    ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice.type", ["'allowed_tools'"]),
+    ({"tool_choice": {"type": 3}}, "tool_choice.type", ["'function'", "3"]),
+    ({"tool_choice": {}}, "tool_choice.type", ["'function'", "null"]),
+    ({"tool_choice": "always"}, "tool_choice", ["'always'", "'required'"]),
     ({"tool_choice": 1}, "tool_choice", ["1"]),
-    ({"response_format": {"type": "json_object"}}, "response_format.type", ["json_object"]),
-    ({"response_format": {"type": "json_schema"}}, "response_format.type", ["json_schema"]),
+    ({"tool_choice": ["auto"]}, "tool_choice", ["array"]),
     ({"response_format": {"type": 7}}, "response_format.type", ["7"]),
+    ({"response_format": {}}, "response_format.type", ["json_object", "null"]),
     ({"response_format": "text"}, "response_format", ["object"]),
+    (json_schema(None), "response_format.json_schema", ["required"]),
+    (json_schema("s"), "response_format.json_schema", ["object", "string"]),
+    (json_schema({"name": 1, "schema": {}}), "response_format.json_schema.name", ["string"]),
+    (json_schema({"name": "n"}), "response_format.json_schema.schema", ["required"]),
+    (json_schema({"schema": True}), "response_format.json_schema.schema", ["object", "boolean"]),
+    (
+        json_schema({"schema": {}, "strict": "yes"}),
+        "response_format.json_schema.strict",
+        ["boolean", "'yes'"],
+    ),
+    (json_schema({"schema": {"type": "cat"}}), "response_format", ["cat"]),
+    ({"ignore_eos": 1}, "ignore_eos", ["boolean", "1"]),
     ({"flashrt_K": 5}, "flashrt_K", ["4", "5"]),
     ({"flashrt_K": -1}, "flashrt_K", ["0", "-1"]),
     ({"flashrt_K": True}, "flashrt_K", ["integer", "true"]),

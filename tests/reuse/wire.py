@@ -22,6 +22,7 @@ from capserve.engine.seam import (
     EngineLimits,
     Sampling,
     TokenArray,
+    TokenConstraint,
     TokenLogprob,
 )
 from capserve.serving.turn import Delta, Failed, Finished, TurnEvent
@@ -88,10 +89,14 @@ class Wire:
         self.engine.extend(tokens)
 
     def begin(
-        self, sampling: Sampling, context: TokenArray, output: TokenArray | None = None
+        self,
+        sampling: Sampling,
+        context: TokenArray,
+        output: TokenArray | None = None,
+        constraint: TokenConstraint | None = None,
     ) -> None:
         self._enter("begin")
-        self.engine.begin(sampling, context, output)
+        self.engine.begin(sampling, context, output, constraint)
 
     def step(self, most: int = MAX_DRAFTS + 1) -> Chunk:
         self._enter("step")

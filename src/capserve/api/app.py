@@ -10,9 +10,10 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
+from starlette.middleware.cors import CORSMiddleware
 
 from capserve import __version__
-from capserve.api import chat, health, models, sessions
+from capserve.api import chat, completions, health, messages, models, responses, sessions, tokens
 from capserve.api.auth import KeyRing
 from capserve.api.body import Bodies
 from capserve.api.errors import install_handlers
@@ -44,11 +45,24 @@ def create_app(state: ServerState) -> FastAPI:
         redirect_slashes=False,
     )
     app.include_router(chat.router(state, bodies, text))
+    app.include_router(completions.router(state, bodies, text))
+    app.include_router(responses.router(state, bodies, text))
+    app.include_router(tokens.router(state, bodies, text))
+    app.include_router(messages.router(state, bodies, text))
     app.include_router(sessions.router(state, bodies))
     app.include_router(models.router(state))
     app.include_router(health.router(state))
     install_handlers(app)
-    # The last one added is the outermost: an id first, then a key, then a route.
+    # The last one added is the outermost: an id first, then the origin, then a key, then a route.
+    # So a preflight, which can't carry a key, is answered, and a page may read why it gets a 401.
     app.add_middleware(RequireKey, keys=KeyRing(state.api_keys))
+    if state.cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=state.cors_origins,
+            allow_methods=("GET", "POST", "DELETE"),
+            allow_headers=("*",),  # SDKs send a dozen of their own
+            expose_headers=("x-request-id", "retry-after"),
+        )
     app.add_middleware(RequestIds)
     return app

@@ -1,8 +1,8 @@
 """Who is asking, and with whom may this request share state?
 
-Keys are bearer tokens; none configured means that the server is open. The *caller* is a digest of
-the key, so that the key itself goes no further than this module. The *namespace* binds reuse to
-that caller, and inside it to the request's own isolation field.
+Keys are bearer tokens, or come in `x-api-key`; none configured means that the server is open. The
+*caller* is a digest of the key, so that the key itself goes no further than this module. The
+*namespace* binds reuse to that caller, and inside it to the request's own isolation field.
 """
 
 from __future__ import annotations
@@ -31,26 +31,34 @@ class KeyRing:
     def __init__(self, keys: Sequence[str]) -> None:
         self._keys = tuple(key.encode() for key in keys)
 
-    def caller(self, authorization: str | None) -> str:
-        """The caller behind an `Authorization` header value.
+    def caller(self, authorization: str | None, x_api_key: str | None = None) -> str:
+        """The caller behind the values of these two headers.
 
-        Without configured keys everyone is the same caller, whatever they send: an unchecked token
-        isolates nobody. Raises `AuthenticationError` for a missing or wrong key.
+        Some clients fill both, one of them with a left-over: it is enough that either has a key,
+        and `Authorization` counts first. Without configured keys everyone is the same caller,
+        whatever they send: an unchecked token isolates nobody. Raises `AuthenticationError` for a
+        missing or wrong key.
         """
         if not self._keys:
             return _digest("open")
         scheme, _, token = (authorization or "").partition(" ")
-        if scheme.lower() != "bearer" or not token.strip():
+        shown = [token.strip() if scheme.lower() == "bearer" else "", (x_api_key or "").strip()]
+        if not any(shown):
             raise AuthenticationError(
-                "This server needs an API key: send the header 'Authorization: Bearer KEY'."
+                "This server needs an API key: send the header 'Authorization: Bearer KEY' "
+                "or 'x-api-key: KEY'."
             )
+        good = [token for token in shown if token and self._has(token)]
+        if not good:
+            raise AuthenticationError("The API key is not one of this server's keys.")
+        return _digest("key", good[0])
+
+    def _has(self, token: str) -> bool:
         # latin-1 is how header bytes became this string, so it gives back the client's own bytes.
-        given = token.strip().encode("latin-1", "replace")
+        given = token.encode("latin-1", "replace")
         # All keys are compared, always: which one matched must not show in the time taken.
         matches = [hmac.compare_digest(given, key) for key in self._keys]
-        if not any(matches):
-            raise AuthenticationError("The API key is not one of this server's keys.")
-        return _digest("key", token.strip())
+        return any(matches)
 
 
 def namespace(caller: str, prompt_cache_key: str | None, cache_salt: str | None) -> str:

@@ -37,17 +37,19 @@ def prepare(state: ServerState, body: bytes, request_id: str, caller: str) -> Pr
     chain = state.prompts.chain(conversation)
     record = best_record(about, chain, state.transcripts)
     prompt = state.prompts.build(conversation, record, chain, state.model.max_model_len)
-
     room = translate.output_room(request, len(prompt.tokens), state.model, state.limits)
+    tools, in_reasoning = conversation.tools, prompt.starts_in_reasoning
+    grammar = state.grammars.compile(translate.constraint(request, tools, in_reasoning))
     turn = TurnRequest(
         request_id=request_id,
         namespace=about.namespace,
         prompt=prompt,
-        sampling=sampling,
+        sampling=translate.without_end(request, sampling, grammar),
         max_output_tokens=room,
-        output=translate.output_spec(request, conversation.tools, prompt.starts_in_reasoning),
+        output=translate.output_spec(request, tools, in_reasoning),
         pin=request.flashrt_pin_prefix,
         session_id=request.session_id,
+        grammar=grammar,
     )
     options = request.stream_options
     shows_ids = bool(request.return_token_ids)

@@ -1,8 +1,9 @@
 """What does a client see when something goes wrong?
 
 Always the OpenAI error body `{"error": {"message", "type", "param", "code"}}`, whatever failed:
-a field, a route, a key, the queue, or our own code. Statuses come from the `CapserveError` tree;
-429 and 503 always carry `Retry-After`, since agent clients wait exactly that long.
+a field, a route, a key, the queue, or our own code; below `/v1/messages` it is the body of that
+dialect. Statuses come from the `CapserveError` tree; 429 and 503 always carry `Retry-After`, since
+agent clients wait exactly that long.
 """
 
 from __future__ import annotations
@@ -16,8 +17,10 @@ from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from starlette.types import Scope
 
-from capserve.api.responses import json_response
+from capserve.api.json_response import json_response
+from capserve.api.messages_errors import messages_error_body, speaks_messages
 from capserve.errors import CapserveError, InvalidRequestError, NotFoundError, UnavailableError
 
 log = logging.getLogger("capserve.api")
@@ -74,15 +77,21 @@ def error_body(error: CapserveError) -> dict[str, Any]:
     }
 
 
-def error_response(error: CapserveError, headers: Mapping[str, str] | None = None) -> Response:
-    """`error` as a whole HTTP response."""
+def error_response(
+    error: CapserveError, scope: Scope, headers: Mapping[str, str] | None = None
+) -> Response:
+    """`error` as a whole HTTP response, in the dialect of the path that `scope` asks for."""
     sent = dict(headers or {})
     if error.status in (429, 503):
         wait_s = RETRY_DEFAULT_S if error.retry_after_s is None else error.retry_after_s
         sent["retry-after"] = str(max(1, math.ceil(wait_s)))
     if error.status == 401:
         sent["www-authenticate"] = "Bearer"
-    return json_response(error_body(error), error.status, sent)
+    if speaks_messages(scope["path"]):
+        body = messages_error_body(error, scope["state"]["request_id"])
+    else:
+        body = error_body(error)
+    return json_response(body, error.status, sent)
 
 
 def unexpected(request_id: str) -> CapserveError:
@@ -97,9 +106,9 @@ def shutting_down() -> UnavailableError:
     return UnavailableError("The server is shutting down.", retry_after_s=5.0)
 
 
-async def _on_capserve(_: Request, exc: Exception) -> Response:
+async def _on_capserve(request: Request, exc: Exception) -> Response:
     assert isinstance(exc, CapserveError)
-    return error_response(exc)
+    return error_response(exc, request.scope)
 
 
 async def _on_http(request: Request, exc: Exception) -> Response:
@@ -116,11 +125,11 @@ async def _on_http(request: Request, exc: Exception) -> Response:
         case status:
             error = InvalidRequestError(f"{what}: {exc.detail}")
             error.status = status
-    return error_response(error, exc.headers)
+    return error_response(error, request.scope, exc.headers)
 
 
-async def _on_client_gone(_: Request, __: Exception) -> Response:
-    return error_response(ClientGoneError("The client closed the connection."))
+async def _on_client_gone(request: Request, _: Exception) -> Response:
+    return error_response(ClientGoneError("The client closed the connection."), request.scope)
 
 
 def install_handlers(app: FastAPI) -> None:

@@ -14,7 +14,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import Response
 
 from capserve import __version__
-from capserve.api.responses import json_response
+from capserve.api.json_response import json_response
 from capserve.api.state import ServerState
 from capserve.errors import UnavailableError
 
@@ -35,7 +35,7 @@ def router(state: ServerState) -> APIRouter:
         report: dict[str, Any] = {
             **worker,
             "status": "green" if green else "red",
-            "reason": None if green else worker["fault"] or worker["status"],
+            "reason": None if green else worker["fault"] or worker["stuck"] or worker["status"],
             "version": __version__,
             "uptime_s": round(time.monotonic() - state.started_at, 3),
             "model": {
@@ -53,7 +53,9 @@ def router(state: ServerState) -> APIRouter:
     @routes.api_route("/ready", methods=["GET", "HEAD"])
     async def ready() -> Response:
         if not state.worker.ready:
-            raise UnavailableError("The server is not ready.", retry_after_s=RETRY_READY_S)
+            worker = state.worker.health()
+            what = "shutting down" if worker["draining"] else "not ready"
+            raise UnavailableError(f"The server is {what}.", retry_after_s=RETRY_READY_S)
         return json_response({"ready": True})
 
     @routes.get("/metrics")

@@ -18,6 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from capserve.api.auth import KeyRing
 from capserve.api.errors import error_response, shutting_down, unexpected
+from capserve.api.messages_errors import speaks_messages
 from capserve.errors import AuthenticationError
 
 log = logging.getLogger("capserve.api")
@@ -58,7 +59,10 @@ class RequestIds:
             nonlocal started
             if message["type"] == "http.response.start":
                 started = True
-                MutableHeaders(scope=message)["x-request-id"] = request_id
+                headers = MutableHeaders(scope=message)
+                headers["x-request-id"] = request_id
+                if speaks_messages(scope["path"]):
+                    headers["request-id"] = request_id  # where that dialect's clients look
             await send(message)
 
         try:
@@ -68,12 +72,12 @@ class RequestIds:
             log.exception("request %s failed: %s %s", request_id, scope["method"], scope["path"])
             if started:
                 raise  # too late for a status; the server closes the connection
-            await error_response(unexpected(request_id))(scope, receive, send_with_id)
+            await error_response(unexpected(request_id), scope)(scope, receive, send_with_id)
         except asyncio.CancelledError:
             # Only the server's own shutdown cancels a request; its client is told, if it still can.
             if started:
                 raise
-            await error_response(shutting_down())(scope, receive, send_with_id)
+            await error_response(shutting_down(), scope)(scope, receive, send_with_id)
 
 
 class RequireKey:
@@ -88,9 +92,11 @@ class RequireKey:
             exempt = scope["path"] in OPEN_PATHS or scope["method"] == "OPTIONS"
             if not exempt:
                 try:
-                    caller = self._keys.caller(Headers(scope=scope).get("authorization"))
+                    headers = Headers(scope=scope)
+                    shown = headers.get("authorization"), headers.get("x-api-key")
+                    caller = self._keys.caller(*shown)
                 except AuthenticationError as error:
-                    await error_response(error)(scope, receive, send)
+                    await error_response(error, scope)(scope, receive, send)
                     return
                 scope["state"]["caller"] = caller
         await self._app(scope, receive, send)

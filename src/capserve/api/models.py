@@ -8,7 +8,7 @@ from fastapi import APIRouter
 from starlette.responses import Response
 
 from capserve.api.errors import ModelNotFoundError
-from capserve.api.responses import json_response
+from capserve.api.json_response import json_response
 from capserve.api.state import ModelInfo, ServerState
 
 

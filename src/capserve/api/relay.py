@@ -22,8 +22,8 @@ from starlette.responses import Response
 from capserve.api.body import Bodies
 from capserve.api.choices import ChoiceEvent, ChoiceEvents
 from capserve.api.errors import ClientGoneError
+from capserve.api.json_response import json_response
 from capserve.api.middleware import caller_of, request_id_of
-from capserve.api.responses import json_response
 from capserve.api.sse import Json
 from capserve.api.state import ServerState
 from capserve.api.stream import Chunks, Departure, EventStream

@@ -8,9 +8,10 @@ sends some. `validation` turns a refusal into words, `translate` gives the field
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, PlainValidator
 from pydantic_core import PydanticCustomError
 
 from capserve.api.strict_json import type_name
@@ -33,6 +34,13 @@ class Wire(BaseModel):
     """Base of everything that comes in."""
 
     model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False, frozen=True)
+
+
+@dataclass(frozen=True, slots=True)
+class NamedFunction:
+    """A `tool_choice` that names the function to be called."""
+
+    name: str
 
 
 def refuse(message: str, at: str = "", *, kind: str = "invalid_value") -> PydanticCustomError:
@@ -120,31 +128,64 @@ def _stops(value: object) -> object:
 
 
 def _tool_choice(value: object) -> object:
-    if value in (None, "auto", "none"):
+    if value is None or value in ("auto", "none", "required"):
         return value
-    if value == "required" or isinstance(value, dict):
-        wanted = "'required'" if value == "required" else "a named function"
+    if not isinstance(value, dict):
         raise refuse(
-            f"{wanted} can't be enforced yet: this version has no grammar for it. "
-            "Use 'auto' or 'none'",
-            kind="unsupported_value",
+            "must be 'auto', 'none', 'required' or an object that names a function, "
+            f"got {quote(value)}"
         )
-    raise refuse(f"must be 'auto' or 'none', got {quote(value)}")
+    if (kind := value.get("type")) != "function":
+        known = kind in ("allowed_tools", "custom")
+        raise refuse(
+            f"must be 'function', got {quote(kind)}",
+            ".type",
+            kind="unsupported_value" if known else "invalid_value",
+        )
+    function = value.get("function")
+    if not isinstance(function, dict):
+        raise refuse(f"must be an object, got {type_name(function)}", ".function")
+    name = function.get("name")
+    if not isinstance(name, str):
+        raise refuse(f"must be a string, got {type_name(name)}", ".function.name")
+    return NamedFunction(name)
 
 
 def _response_format(value: object) -> object:
-    kind = value.get("type") if isinstance(value, dict) else value
-    if value is None or (isinstance(value, dict) and kind == "text"):
+    if value is None:
         return None
-    if isinstance(value, dict) and kind in ("json_object", "json_schema"):
-        raise refuse(
-            f"{kind!r} can't be enforced yet: this version has no grammar for it. Use 'text'",
-            ".type",
-            kind="unsupported_value",
-        )
-    if isinstance(value, dict):
-        raise refuse(f"must be 'text', got {quote(kind)}", ".type")
-    raise refuse(f"must be an object or null, got {type_name(value)}")
+    if not isinstance(value, dict):
+        raise refuse(f"must be an object or null, got {type_name(value)}")
+    match value.get("type"):
+        case "text":
+            return None
+        case "json_object":
+            return {"type": "json_object"}
+        case "json_schema":
+            return {"type": "json_schema", "json_schema": _schema(value.get("json_schema"))}
+        case kind:
+            raise refuse(
+                f"must be 'text', 'json_object' or 'json_schema', got {quote(kind)}", ".type"
+            )
+
+
+def _schema(value: object) -> object:
+    """A named schema. What stands in it is the grammar's to judge."""
+    at = ".json_schema"
+    if value is None:
+        raise refuse("is required", at)
+    if not isinstance(value, dict):
+        raise refuse(f"must be an object, got {type_name(value)}", at)
+    name, strict, schema = value.get("name"), value.get("strict"), value.get("schema")
+    if name is not None and not isinstance(name, str):
+        raise refuse(f"must be a string, got {type_name(name)}", f"{at}.name")
+    if strict is not None and not isinstance(strict, bool):
+        raise refuse(f"must be a boolean, got {quote(strict)}", f"{at}.strict")
+    if schema is None:
+        raise refuse("is required", f"{at}.schema")
+    if not isinstance(schema, dict):
+        raise refuse(f"must be an object, got {type_name(schema)}", f"{at}.schema")
+    return {"schema": schema, "strict": bool(strict)}
 
 
 def _pin(value: object) -> object:
@@ -269,15 +310,19 @@ class ChatRequest(SamplingFields):
     """None is the served model: local clients often leave it out."""
     messages: Annotated[list[ChatMessage], Field(min_length=1), FailFast(), _at_most(MAX_MESSAGES)]
     tools: Annotated[list[Tool] | None, FailFast(), _at_most(MAX_TOOLS)] = None
-    tool_choice: Annotated[Literal["auto", "none"] | None, BeforeValidator(_tool_choice)] = None
+    tool_choice: Annotated[
+        Literal["auto", "none", "required"] | NamedFunction | None, PlainValidator(_tool_choice)
+    ] = None
     parallel_tool_calls: bool | None = None
-    """False ends the reply after its first call."""
+    """False: the reply has one call at most, and ends with it."""
 
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
+    ignore_eos: bool | None = None
+    """The reply goes on to its limit: end tokens are never chosen, unless a grammar needs them."""
     stop: Annotated[tuple[str, ...], BeforeValidator(_stops)] = ()
     n: int | None = Field(None, ge=1, le=MAX_CHOICES)
     """Choices: turns of one prompt, with the seeds `seed`, `seed + 1`, ..."""
@@ -291,7 +336,8 @@ class ChatRequest(SamplingFields):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
 
-    response_format: Annotated[None, BeforeValidator(_response_format)] = None
+    response_format: Annotated[dict[str, Any] | None, PlainValidator(_response_format)] = None
+    """None for text; a schema has `schema` and `strict`."""
     reasoning_effort: str | None = None
     """'none' turns thinking off; other values are for models that have efforts."""
     enable_thinking: bool | None = None

@@ -2,16 +2,24 @@
 
 `serve` blocks until a signal; `running` serves from a thread, for tests and for the demo. The
 socket is bound before the server starts: a taken port is one clear error, port 0 is known at once.
+
+A signal drains: the socket stays open, so that probes and clients are told, while the worker takes
+nothing new and ends what it has. Then, or at the deadline, the server leaves. A second signal ends
+the wait.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
+from typing import Protocol
 
 import uvicorn
 from starlette.datastructures import MutableHeaders
@@ -25,8 +33,11 @@ KEEP_ALIVE_S = 90
 """Longer than the 60-75 s of common connection pools: the client must be the one who closes first,
 or a pooled connection dies in its hand."""
 
-GRACE_S = 10
-"""Turns in flight may take this long to finish once the server is told to stop."""
+DRAIN_S = 30.0
+"""Turns that were taken may take this long to finish once the server is told to stop."""
+
+LAST_WORDS_S = 2
+"""For the terminal events and replies of turns that the deadline cancels, on their way out."""
 
 BACKLOG = 2048
 
@@ -57,16 +68,71 @@ def base_url(listener: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-class _Server(uvicorn.Server):
-    """Says when it listens."""
+class Drains(Protocol):
+    """What `serve` asks of `EngineWorker`. All of it returns at once."""
 
-    def __init__(self, config: uvicorn.Config, on_started: Callable[[], None]) -> None:
+    def drain(self) -> None: ...
+
+    @property
+    def drained(self) -> bool: ...
+
+    def cancel_all(self) -> None: ...
+
+
+class _Server(uvicorn.Server):
+    """Says when it listens, and leaves in two steps: drain `worker`, then close."""
+
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        on_started: Callable[[], None],
+        worker: Drains | None = None,
+        drain_s: float = DRAIN_S,
+    ) -> None:
         super().__init__(config)
         self._on_started = on_started
+        self._worker = worker
+        self._drain_s = drain_s
+        self._deadline: float | None = None
+        self.signals: list[int] = []
+        """Those that asked it to stop."""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self._on_started()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        # Between any two instructions of the loop, perhaps in the middle of a lock: only noted.
+        self.signals.append(sig)
+        self.force_exit = len(self.signals) > 1
+
+    async def on_tick(self, counter: int) -> bool:
+        """Ten times a second, on the loop. True: close the socket and leave."""
+        return await super().on_tick(counter) or (bool(self.signals) and self._may_leave())
+
+    def _may_leave(self) -> bool:
+        if self._worker is None:
+            return True
+        if self._deadline is None:
+            self._deadline = time.monotonic() + self._drain_s
+            self._worker.drain()
+            log.info("stopping: turns have %g s; another signal stops at once", self._drain_s)
+        left_s = self._deadline - time.monotonic()
+        if self.force_exit:
+            log.warning("stopping at once")
+            self._worker.cancel_all()
+            grace_s = 0
+        elif self._worker.drained:
+            # The turns are over; what they said may still be on its way to a slow reader.
+            grace_s = max(LAST_WORDS_S, math.ceil(left_s))
+        elif left_s <= 0:
+            log.warning("the drain timeout is over: what still runs is cancelled")
+            self._worker.cancel_all()
+            grace_s = LAST_WORDS_S
+        else:
+            return False
+        self.config.timeout_graceful_shutdown = grace_s
+        return True
 
 
 class _ClosesAfterTimeout:
@@ -108,25 +174,32 @@ def serve(
     *,
     listener: socket.socket | None = None,
     on_started: Callable[[str], None] = lambda url: log.info("listening on %s", url),
-    grace_s: int = GRACE_S,
-) -> None:
-    """Serve `app` until SIGINT or SIGTERM, then let turns in flight finish for `grace_s` seconds.
+    worker: Drains | None = None,
+    drain_s: float = DRAIN_S,
+) -> int | None:
+    """Serve `app` until SIGINT or SIGTERM, then let turns in flight finish for `drain_s` seconds.
 
-    Returns after either signal, so that the caller can stop what it started. `listener` is a socket
-    from `bind`, for a caller that wants a taken port to fail before a model is loaded; else one is
-    bound here. `on_started` gets the base URL. Raises `StartupError`. Main thread only.
+    Returns after that, so that the caller can stop what it started: None, or the number of a second
+    signal that ended the wait. `worker` takes the turns; without one there is nothing to drain, and
+    requests in flight have `drain_s`. `listener` is a socket from `bind`, for a caller that wants a
+    taken port to fail before a model is loaded; else one is bound here. `on_started` gets the base
+    URL. Raises `StartupError`. Main thread only.
     """
     bound = listener or bind(host, port)
     url = base_url(bound)
     with bound, _outlived_signals():
-        _Server(_config(app, grace_s), lambda: on_started(url)).run(sockets=[bound])
+        config = _config(app, math.ceil(drain_s))
+        server = _Server(config, lambda: on_started(url), worker, drain_s)
+        server.run(sockets=[bound])
+    return server.signals[1] if len(server.signals) > 1 else None
 
 
 @contextmanager
 def _outlived_signals() -> Iterator[None]:
-    """uvicorn shuts down on a signal and then raises it again for whoever handled it before.
+    """Nothing ends the process between uvicorn's last line and the caller's next one.
 
-    Python's own handlers would end the process there, before the worker is stopped.
+    uvicorn puts back the handlers that it found. Python's own would end the process there, before
+    the worker is stopped, when a second signal comes a moment late.
     """
     before = {sig: signal.getsignal(sig) for sig in (signal.SIGINT, signal.SIGTERM)}
     try:

@@ -20,8 +20,8 @@ from starlette.responses import Response
 from capserve.api.auth import namespace
 from capserve.api.body import Bodies
 from capserve.api.file_stream import FileExports
+from capserve.api.json_response import json_response
 from capserve.api.middleware import caller_of
-from capserve.api.responses import json_response
 from capserve.api.schemas import Wire, quote
 from capserve.api.sessions_file import FileImports
 from capserve.api.state import ServerState

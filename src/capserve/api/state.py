@@ -23,6 +23,7 @@ from capserve.serving.metrics import MetricsLog
 from capserve.serving.sessions.orders import SessionOrder, SessionResult
 from capserve.serving.sessions.transcripts import Transcripts
 from capserve.serving.turn import WorkItem
+from capserve.text.grammar import GrammarCompiler
 from capserve.text.prompt import PromptBuilder
 from capserve.text.tokenizer import Tokenizer
 
@@ -102,6 +103,8 @@ class ServerState:
     worker: Worker
     prompts: PromptBuilder
     tokenizer: Tokenizer
+    grammars: GrammarCompiler
+    """For that tokenizer and the model's end tokens."""
     transcripts: Transcripts
     limits: Limits
     metrics: MetricsLog
@@ -110,7 +113,9 @@ class ServerState:
     """What an imported session must fit."""
     max_import_bytes: int = 2 << 30
     """Of the file of one session."""
-    api_keys: tuple[str, ...] = ()
+    api_keys: tuple[str, ...] = field(default=(), repr=False)
+    cors_origins: tuple[str, ...] = ()
+    """Whose web pages may call: origins, or `*` for all."""
     heartbeat_s: float = 5.0
     """Longest silence of a stream."""
     started_at: float = field(default_factory=time.monotonic)

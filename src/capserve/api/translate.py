@@ -1,12 +1,13 @@
 """What does a chat request mean, once its spelling is gone?
 
 Pure functions from the validated request to the values that text and serving speak: a
-`Conversation`, a `Sampling`, an `OutputSpec`. What needs the model's numbers (served names,
-vocabulary, K, context) is checked here, with both numbers in the refusal.
+`Conversation`, a `Sampling`, an `OutputSpec`, a `Constraint`. What needs the model's numbers
+(served names, vocabulary, K, context) is checked here, with both numbers in the refusal.
 """
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections.abc import Mapping
 from dataclasses import replace
@@ -17,6 +18,7 @@ from capserve.api.schemas import (
     AssistantMessage,
     ChatMessage,
     ChatRequest,
+    NamedFunction,
     SystemMessage,
     ToolMessage,
     UserMessage,
@@ -26,6 +28,7 @@ from capserve.api.state import ModelInfo
 from capserve.engine.seam import Sampling
 from capserve.errors import ContextLengthError, InvalidRequestError
 from capserve.serving.limits import Limits
+from capserve.text.grammar import Constraint, Grammar
 from capserve.text.messages import Conversation, Message, ToolCall
 from capserve.text.output import OutputSpec
 from capserve.text.tokenizer import Tokenizer
@@ -104,6 +107,41 @@ def output_spec(
     return OutputSpec(readable, request.stop, in_reasoning, max_calls)
 
 
+def constraint(
+    request: ChatRequest, tools: tuple[Mapping[str, Any], ...], in_reasoning: bool
+) -> Constraint:
+    """What the reply's form has to keep to. `tools` are the conversation's own.
+
+    Raises InvalidRequestError for a demanded call that no tool can answer.
+    """
+    choice = request.tool_choice
+    named = choice.name if isinstance(choice, NamedFunction) else None
+    if choice == "required" and not tools:
+        raise InvalidRequestError(
+            "tool_choice demands a call, and the request has 0 tools.", param="tool_choice"
+        )
+    if named is not None and named not in map(_function_name, tools):
+        raise InvalidRequestError(
+            f"tool_choice.function.name must be the name of one of the {len(tools)} tools, "
+            f"got {quote(named)}.",
+            param="tool_choice.function.name",
+        )
+    return Constraint(
+        tools=tools,
+        choice="auto" if choice is None or isinstance(choice, NamedFunction) else choice,
+        function=named,
+        parallel=request.parallel_tool_calls is not False,
+        response_format=request.response_format,
+        starts_in_reasoning=in_reasoning,
+    )
+
+
+def _function_name(tool: Mapping[str, Any]) -> object:
+    """None where there is none: the tools of an imported session were not checked by a request."""
+    function = tool.get("function", tool)
+    return function.get("name") if isinstance(function, Mapping) else None
+
+
 def served_name(request: ChatRequest, model: ModelInfo) -> str:
     """The name that the reply carries. Raises `ModelNotFoundError` naming both."""
     if request.model is None:
@@ -148,6 +186,17 @@ def sampling(request: ChatRequest, model: ModelInfo) -> Sampling:
         end_tokens=model.end_tokens,
         top_logprobs=(request.top_logprobs or 0) if request.logprobs else None,
     )
+
+
+def without_end(request: ChatRequest, sampling: Sampling, grammar: Grammar | None) -> Sampling:
+    """`sampling` with what `ignore_eos` changes: no end token is ever chosen.
+
+    Under a grammar nothing changes: where it is complete, an end token is all that may follow.
+    """
+    if not request.ignore_eos or grammar is not None:
+        return sampling
+    bias = dict(sampling.logit_bias) | dict.fromkeys(sampling.end_tokens, -math.inf)
+    return replace(sampling, logit_bias=tuple(sorted(bias.items())))
 
 
 def _logit_bias(bias: Mapping[str, float], vocab_size: int) -> tuple[tuple[int, float], ...]:

@@ -25,6 +25,7 @@ from starlette.types import ASGIApp
 from capserve.api.app import create_app
 from capserve.api.server import running
 from capserve.api.state import ModelInfo, SamplingDefaults, ServerState
+from capserve.cli.access import api_keys
 from capserve.cli.models import resolve_model
 from capserve.config import Settings
 from capserve.engine.memory import MemoryPlan
@@ -41,7 +42,9 @@ from capserve.serving.sessions.archive import Archive, revive
 from capserve.serving.sessions.desk import SessionDesk
 from capserve.serving.sessions.registry import SessionRegistry
 from capserve.serving.sessions.transcripts import Transcripts
+from capserve.serving.watch import Watch
 from capserve.serving.worker import EngineWorker
+from capserve.text.grammar import GrammarCompiler
 from capserve.text.output import OutputSpec, TurnOutput
 from capserve.text.prompt import PromptBuilder
 from capserve.text.template import ChatTemplate
@@ -72,11 +75,17 @@ class Assembly:
     disk: DiskTier | None
     """Where its capsules outlive it; None: nowhere."""
 
-    def stop(self, timeout_s: float | None = None) -> None:
-        """First the worker, which makes the last rows, then the disk, which writes them."""
-        self.worker.stop(timeout_s)
+    def stop(
+        self, timeout_s: float | None = None, close_timeout_s: float = CLOSE_TIMEOUT_S
+    ) -> bool:
+        """First the worker, which makes the last rows, then the disk, which writes them.
+
+        False when the worker is still busy after `timeout_s`.
+        """
+        stopped = self.worker.stop(timeout_s)
         if self.disk is not None:
-            self.disk.close(CLOSE_TIMEOUT_S)
+            self.disk.close(close_timeout_s)
+        return stopped
 
 
 @dataclass(frozen=True)
@@ -134,6 +143,7 @@ def plan_line(plan: MemoryPlan) -> str:
 
 def assemble(settings: Settings, progress: OnProgress | None = None) -> Assembly:
     """Load the model and wire the server around it. Raises StartupError's children."""
+    keys = api_keys(settings)
     path, found_name = resolve_model(settings.model)
     name = settings.served_model_name or found_name
     tokenizer = Tokenizer.from_dir(path)
@@ -173,6 +183,7 @@ def assemble(settings: Settings, progress: OnProgress | None = None) -> Assembly
         prompts,
         archive=archive,
         desk=SessionDesk(engine, store, keeper, sessions, transcripts, archive, prompts),
+        watch=Watch(settings.watchdog_s),
     )
     if disk is not None:
         began = time.monotonic()
@@ -186,13 +197,15 @@ def assemble(settings: Settings, progress: OnProgress | None = None) -> Assembly
         worker=worker,
         prompts=prompts,
         tokenizer=tokenizer,
+        grammars=GrammarCompiler(tokenizer, end_tokens),
         transcripts=transcripts,
         limits=limits,
         metrics=metrics,
         model=model,
         engine=engine.limits,
         max_import_bytes=settings.max_import_bytes or max(1, settings.capsule_budget_bytes),
-        api_keys=settings.api_key,
+        api_keys=keys,
+        cors_origins=settings.cors_origin,
         heartbeat_s=settings.heartbeat_s,
     )
     app = create_app(state)
@@ -234,7 +247,13 @@ def _pending_bytes(settings: Settings) -> int:
 def private_settings(settings: Settings) -> Settings:
     """Of a server that lives as long as a command: nothing of it stays on disk, unless the disk
     tier was asked for in so many words."""
-    changes: dict[str, Any] = {"api_key": (), "host": "127.0.0.1", "port": 0}
+    changes: dict[str, Any] = {
+        "api_key": (),
+        "api_key_file": None,
+        "cors_origin": (),
+        "host": "127.0.0.1",
+        "port": 0,
+    }
     if not settings.model_fields_set & {"disk_budget_bytes", "capsule_dir"}:
         changes["disk_budget_bytes"] = 0
     return settings.model_copy(update=changes)

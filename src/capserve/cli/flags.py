@@ -14,7 +14,7 @@ from typing import Annotated, Any, get_args
 import typer
 from pydantic import ByteSize
 
-from capserve.config import Settings, env_name, flag_name, flag_of, load_settings
+from capserve.config import Settings, env_name, flag_name, flag_of, is_list, load_settings
 
 
 def takes_settings(panels: tuple[str, ...] | None = None) -> Callable[..., Callable[..., None]]:
@@ -31,7 +31,8 @@ def takes_settings(panels: tuple[str, ...] | None = None) -> Callable[..., Calla
 
         def wrapper(**values: Any) -> None:
             flags = {name: values.pop(name) for name in names}
-            flags["api_key"] = flags.get("api_key") or None  # an absent list flag comes as []
+            for name in filter(is_list, names):
+                flags[name] = flags[name] or None  # an absent list flag comes as []
             command(load_settings(flags), **values)
 
         parameters = [
@@ -55,7 +56,7 @@ def _parameter(name: str) -> inspect.Parameter:
     if field.annotation is bool:
         kind, metavar = bool | None, None
         declaration = f"{declaration}/--no-{declaration.removeprefix('--')}"
-    elif name == "api_key":
+    elif is_list(name):
         kind = list[str] | None
     option = typer.Option(
         declaration,

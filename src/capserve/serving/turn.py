@@ -16,6 +16,7 @@ from capserve.engine.seam import Sampling, TokenLogprob
 from capserve.errors import CapserveError
 from capserve.serving.lifecycle import FinishReason
 from capserve.serving.metrics import TurnMetrics
+from capserve.text.grammar import Grammar
 from capserve.text.messages import Message
 from capserve.text.output import OutputSpec
 from capserve.text.prompt import Prompt
@@ -79,6 +80,8 @@ class TurnRequest:
     """`flashrt_pin_prefix`: True pins the end of the prompt, a number that many tokens of it."""
     session_id: str | None = None
     """The session that goes on, whatever its journal holds; None: the one whose journal it is."""
+    grammar: Grammar | None = None
+    """What the reply must keep to; None: nothing."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ were cancelled while parked, and whether the running turn makes way (`serving/sc
   W4  Only a clean DONE leaves a session hot.
   W5  `submit`, `order`, `depth` and `health` never wait for the engine.
   W6  Turns that name the same session run in the order of their arrival, never one inside another.
+  W7  A worker that drains takes nothing new and ends what it has; `cancel_all` cuts that short.
 """
 
 from __future__ import annotations
@@ -57,14 +58,18 @@ from capserve.serving.sessions.archive import Archive
 from capserve.serving.sessions.orders import SessionOrder
 from capserve.serving.sessions.registry import SessionRegistry
 from capserve.serving.sessions.transcripts import Transcripts
-from capserve.serving.snapshot import Snapshot
+from capserve.serving.snapshot import Snapshot, Standing
 from capserve.serving.tally import Tally
 from capserve.serving.turn import WorkItem
+from capserve.serving.watch import Watch, phase_of
 
 log = logging.getLogger("capserve.worker")
 
 IDLE_CHECK_S = 5.0
 """From one upkeep to the next: old things expire, accounts are checked, a fault is healed."""
+
+WATCHDOG_S = 60.0
+"""Longest that a unit of work may take before `/health` turns red (`serving/watch.py`)."""
 
 
 class EngineWorker:
@@ -86,6 +91,7 @@ class EngineWorker:
         archive: Archive | None = None,
         desk: Desk | None = None,
         meter: RateMeter | None = None,
+        watch: Watch | None = None,
         idle_check_s: float = IDLE_CHECK_S,
     ) -> None:
         self._engine = engine
@@ -110,6 +116,7 @@ class EngineWorker:
             make_output=make_output,
             records=records,
         )
+        self._watch = watch or Watch(WATCHDOG_S)
         self._idle_check_s = idle_check_s
         self._upkeep_at = time.monotonic() + idle_check_s
         self._changed = threading.Condition()
@@ -117,6 +124,7 @@ class EngineWorker:
         self._stage = Stage(self._changed, bench)
         self._orders = OrderQueue()
         self._started = False
+        self._draining = False
         self._stopping = False
         self._fault: str | None = None
         self._faults = 0
@@ -124,6 +132,7 @@ class EngineWorker:
         self._snapshot = Snapshot(0, None, store.footprint(), engine.graph_capture_count)
         self._thread = threading.Thread(target=self._loop, name="capserve-engine", daemon=True)
         metrics.watch_queue(self.depth)
+        self._watch.expose(metrics.registry)
 
     # -- from any thread ---------------------------------------------------------------------
 
@@ -134,10 +143,21 @@ class EngineWorker:
             self._changed.notify_all()
         self._thread.start()
 
-    def stop(self, timeout: float | None = None) -> bool:
+    def drain(self) -> None:
+        """Refuse what is new; what was taken, waiting turns too, is served to its end."""
+        with self._changed:
+            self._draining = True
+
+    @property
+    def drained(self) -> bool:
+        """No turn runs, is parked or waits, and no order either."""
+        with self._changed:
+            return not (self._stage.begun() or self._stage.queue or self._orders)
+
+    def cancel_all(self) -> None:
         """Take nothing more, cancel the running and the parked turns, fail what waits with 503.
 
-        Waits for the thread; False when it is still busy after `timeout` seconds.
+        Returns at once: a turn that has begun ends with its unit of work.
         """
         with self._changed:
             self._stopping = True
@@ -150,22 +170,37 @@ class EngineWorker:
             asked.fail(shutting_down())
         for clocked in begun:
             clocked.turn.item.cancel.cancel(SHUTDOWN)
+
+    def stop(self, timeout: float | None = None) -> bool:
+        """`cancel_all`, then wait for the thread; False when it is busy after `timeout` seconds."""
+        self.cancel_all()
         if self._thread.ident is not None:
             self._thread.join(timeout)
         return not self._thread.is_alive()
 
     @property
     def ready(self) -> bool:
-        with self._changed:
-            return self._is_ready()
+        """Turns are taken, and the engine gets on with them."""
+        return self._standing().status == "ok"
 
     def wait_ready(self, timeout: float | None = None) -> bool:
         """Wait until turns are taken; False after `timeout` seconds."""
         with self._changed:
-            return self._changed.wait_for(self._is_ready, timeout)
+            return self._changed.wait_for(lambda: self._standing().open, timeout)
 
-    def _is_ready(self) -> bool:
-        return self._started and not self._stopping and self._fault is None
+    def _standing(self) -> Standing:
+        with self._changed:
+            running = self._stage.running
+            return Standing(
+                started=self._started,
+                draining=self._draining,
+                stopping=self._stopping,
+                running=None if running is None else running.turn.item.request.request_id,
+                parked=len(self._stage.parked),
+                fault=self._fault,
+                faults=self._faults,
+                overdue=self._watch.overdue(),
+            )
 
     def depth(self) -> int:
         """Turns that wait; the running one and the parked ones do not count."""
@@ -211,35 +246,22 @@ class EngineWorker:
 
     def health(self) -> dict[str, Any]:
         """Everything that `/health` shows, as plain values."""
-        with self._changed:
-            running, parked = self._stage.running, len(self._stage.parked)
-            stopping, started = self._stopping, self._started
-            fault, faults = self._fault, self._faults
-        if fault is not None:
-            status = "error"
-        elif stopping:
-            status = "stopping"
-        else:
-            status = "ok" if started else "starting"
         return {
-            "status": status,
-            "ready": status == "ok",
+            **self._standing().health(),
             "model": self._engine_limits.model_name,
             "schedule": self._limits.schedule,
-            "running": None if running is None else running.turn.item.request.request_id,
-            "parked": parked,
-            "faults": faults,
-            "fault": fault,
             **self._snapshot.health(),
             "turns": self._metrics.health(),
         }
 
     def _refuse_unless_open(self) -> None:
-        if not self._started or self._stopping:
-            what = "shutting down" if self._stopping else "not ready yet"
+        standing = self._standing()
+        if standing.open:
+            return
+        if standing.fault is None:
+            what = "shutting down" if standing.leaving else "not ready yet"
             raise UnavailableError(f"The server is {what}.", retry_after_s=5.0)
-        if self._fault is not None:
-            raise UnavailableError("The engine failed and is being reset.", retry_after_s=5.0)
+        raise UnavailableError("The engine failed and is being reset.", retry_after_s=5.0)
 
     def _refuse_beyond_depth(self) -> None:
         # An idle worker takes one turn that never counts as waiting.
@@ -259,10 +281,12 @@ class EngineWorker:
     # -- the worker's thread -----------------------------------------------------------------
 
     def _loop(self) -> None:
+        self._publish()  # what came back from disk
         while self._wait():
             try:
                 self._look_around()
-                clocked = self._stage.choose()
+                with self._watch.unit("schedule"):
+                    clocked = self._stage.choose()
                 if clocked is not None:
                     self._advance(clocked)
             except Exception as error:
@@ -289,12 +313,14 @@ class EngineWorker:
         """What is due between two units of work, besides turns."""
         if time.monotonic() >= self._upkeep_at:
             self._upkeep_at = time.monotonic() + self._idle_check_s
-            self._upkeep()
+            with self._watch.unit("upkeep"):
+                self._upkeep()
         with self._changed:
             asked = self._orders.take()
         if asked is not None and self._desk is not None:
             position = self._engine.position
-            asked.run(self._desk)
+            with self._watch.unit("order"):
+                asked.run(self._desk)
             idle = self._stage.running is None
             assert idle or self._engine.position == position, "an order moved a turn's state"
             self._publish()
@@ -305,7 +331,8 @@ class EngineWorker:
         began = time.monotonic()
         ending: AnyEnding | None
         try:
-            ending = clocked.run.advance()
+            with self._watch.unit(phase_of(clocked.run.prefill_left_tokens)):
+                ending = clocked.run.advance()
         except SinkError as error:
             log.warning("%s: the sink failed: %s", self._at_work(), error)
             ending = CapserveError("The reply could not be delivered.")

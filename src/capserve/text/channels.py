@@ -75,10 +75,13 @@ class ChannelSplitter:
     """Splits one reply. Whitespace next to `<think>` and `</think>` belongs to no channel.
 
     `calls`: whether tools were offered; without them call markup is text like any other.
+    `plain`: no think block may open either.
     """
 
-    def __init__(self, *, starts_in_reasoning: bool, calls: bool) -> None:
+    def __init__(self, *, starts_in_reasoning: bool, calls: bool, plain: bool = False) -> None:
         self._state = State.REASONING if starts_in_reasoning else State.START
+        if plain:
+            self._state = State.CONTENT
         self._marks, self._patterns = _WITH_CALLS if calls else _WITHOUT_CALLS
         self._buffer = ""
         self._reader: CallReader | None = None

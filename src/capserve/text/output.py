@@ -29,6 +29,8 @@ class OutputSpec:
     starts_in_reasoning: bool = False
     max_calls: int | None = None
     """The reply ends after this many calls; at least 1. None: it may have any number."""
+    plain: bool = False
+    """A continued text, and no chat reply: marks of thinking are content like any other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +65,9 @@ class TurnOutput:
         self._id_factory = id_factory
         self._detokenizer = Detokenizer(tokenizer)
         self._splitter = ChannelSplitter(
-            starts_in_reasoning=spec.starts_in_reasoning, calls=bool(spec.tools)
+            starts_in_reasoning=spec.starts_in_reasoning,
+            calls=bool(spec.tools),
+            plain=spec.plain,
         )
         self._stops = {channel: StopFilter(spec.stop) for channel in Channel}
         self._edges = {channel: _Edges() for channel in Channel}

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from itertools import count
+from typing import Any
 
 import numpy as np
 
@@ -37,6 +38,7 @@ from capserve.serving.turn import (
     TurnRequest,
     WorkItem,
 )
+from capserve.serving.watch import Watch
 from capserve.serving.worker import EngineWorker
 from capserve.testing.fake_engine import FakeEngine
 from capserve.text.messages import Conversation, Message, ToolCall
@@ -236,6 +238,7 @@ class Serving:
         sink: RecordingSink | None = None,
         output: OutputSpec | None = None,
         session_id: str | None = None,
+        grammar: Any = None,
     ) -> WorkItem:
         sampling = sampling or Sampling(end_tokens=(END,), drafts=3)
         request = TurnRequest(
@@ -247,6 +250,7 @@ class Serving:
             output or OutputSpec(),
             pin,
             session_id,
+            grammar,
         )
         return WorkItem(request, time.monotonic(), sink or RecordingSink(), CancelToken())
 
@@ -279,6 +283,7 @@ def serving(
     make_output: MakeOutput = WordOutput,
     desk: Desk | None = None,
     archive: Archive | None = None,
+    watch: Watch | None = None,
     **limits: object,
 ) -> Iterator[Serving]:
     engine = engine or FakeEngine(engine_limits)
@@ -307,6 +312,7 @@ def serving(
         desk=desk,
         archive=archive,
         meter=RateMeter(weight=0.0),  # plans must not depend on this machine's speed
+        watch=watch,
         idle_check_s=idle_check_s,
     )
     if start:

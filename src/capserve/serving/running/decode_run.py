@@ -31,6 +31,7 @@ class DecodeRun:
         """Tokens that the reply may have."""
         self._machine = bench.make_output(request.output)
         self._output: list[int] = []
+        self._constraint = None if request.grammar is None else request.grammar.matcher()
         self._one_by_one = bool(request.output.stop) or request.output.max_calls is not None
         turn.life.to(TurnState.DECODE)
         self.begin()
@@ -43,11 +44,8 @@ class DecodeRun:
     def begin(self) -> None:
         """Start, or go on where the last step ended: `step` samples for this turn from now on."""
         request, prompt = self._turn.item.request, self._turn.item.request.prompt.tokens
-        if not self._output:
-            self._bench.engine.begin(request.sampling, prompt)
-            return
-        output = np.array(self._output, dtype=np.int32)
-        self._bench.engine.begin(request.sampling, prompt, output)
+        output = np.array(self._output, dtype=np.int32) if self._output else None
+        self._bench.engine.begin(request.sampling, prompt, output, self._constraint)
 
     def step(self) -> Done | None:
         """Decide and deliver the next tokens; the end of the turn when these were the last."""
