@@ -33,8 +33,9 @@ $(READY): pyproject.toml $(LOCK)
 demo: setup
 	$(BIN)/capserve demo
 
+# One process a core; a file's tests stay together, as its servers and engines do.
 test: setup
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --dist loadfile
 
 serve: setup
 	$(BIN)/capserve serve

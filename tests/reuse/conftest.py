@@ -1,4 +1,4 @@
-"""Engines for the reuse tests, and the line at the session's end that says what was compared."""
+"""Engines for the reuse tests, and what each of them compares."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ import torch
 from capserve.engine import capsule, history, runtime, shelf
 from capserve.engine.runtime import TorchEngine
 from capserve.nano import checkpoint_dir
-from tests.reuse.ledger import Ledger
-
-LEDGER = pytest.StashKey[Ledger]()
+from tests.reuse.ledger import Ledger, account_of
 
 MAX_MODEL_LEN = 4096
 
@@ -66,16 +64,4 @@ def ledger(request: pytest.FixtureRequest) -> Iterator[Ledger]:
     """What this test compares; it joins the session's account when the test ends."""
     mine = Ledger()
     yield mine
-    _account(request.config).add(mine)
-
-
-def _account(config: pytest.Config) -> Ledger:
-    return config.stash.setdefault(LEDGER, Ledger())
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    account = _account(terminalreporter.config)
-    if account.tokens:
-        terminalreporter.section("state reuse against cold runs")
-        for line in account.lines():
-            terminalreporter.write_line(line)
+    account_of(request.config).add(mine)

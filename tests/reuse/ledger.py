@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
+import pytest
+
 from capserve.serving.prefix import PrefixAction
 
 NEAR_TIE = 1e-4
@@ -19,6 +21,9 @@ MOST_DRIFT = NEAR_TIE
 """Log probability of one token, hot against cold, in float32. Tokens alone are a blunt measure: a
 confident model says the same on a wrong state. A wrong state is off by far more than this, and
 rounding by far less; the session's largest is printed."""
+
+
+ACCOUNT = pytest.StashKey["Ledger"]()
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,3 +88,8 @@ class Ledger:
                 f"steps of the machine: {self.steps.total()}: {steps}",
             ]
         return lines + [f"  {tie}" for tie in self.near_ties]
+
+
+def account_of(config: pytest.Config) -> Ledger:
+    """What all tests of this process have compared so far."""
+    return config.stash.setdefault(ACCOUNT, Ledger())

@@ -58,8 +58,10 @@ def test_whatever_happens_every_reply_equals_a_cold_run_and_every_account_its_by
         suppress_health_check=list(HealthCheck),
     )
     run_state_machine_as_test(lambda: machine(world), settings=settings)
+    assert ledger.steps.total() >= (ASKED or STEPS)
+    assert set(ledger.tiers) == {"host", "disk"}
+    if ASKED:
+        return  # new steps need not do everything
     done = set(ledger.steps)
     assert done >= EVERY_STEP, f"never happened: {EVERY_STEP - done}"
     assert set(ledger.actions) == set(PrefixAction), f"too little was tried: {ledger.actions}"
-    assert set(ledger.tiers) == {"host", "disk"}
-    assert ledger.steps.total() >= (ASKED or STEPS)
