@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import orjson
@@ -30,8 +31,7 @@ from capserve.text.output import OutputSpec, TurnOutput
 
 def head(**fields: Any) -> MessageHead:
     known = {"id": "msg_1", "model": "m", "request_id": "r1", "prompt_tokens": 30}
-    reading = {"token_bytes": tokenizer().token_bytes, "end_tokens": end_tokens()}
-    return MessageHead(**{**known, **reading, **fields})
+    return MessageHead(**{**known, **fields})
 
 
 def finished(reason: FinishReason = FinishReason.STOP, **metrics: Any) -> Finished:
@@ -182,7 +182,7 @@ LETTERS = st.text("ab< ", max_size=12)
 )
 def test_the_stop_sequence_told_is_the_first_to_be_completed(thought, text, stops):
     machine = TurnOutput(OutputSpec((), stops, True), tokenizer(), end_tokens())
-    events = MessageEvents(head(stops=stops))
+    events = MessageEvents(head())
     tokens = [*tokenizer().encode(f"{thought}</think>{text}").tolist(), end_tokens()[0]]
     for token in tokens:
         part = machine.feed((token,))
@@ -190,7 +190,7 @@ def test_the_stop_sequence_told_is_the_first_to_be_completed(thought, text, stop
         if machine.stopped:
             break
     machine.finish()
-    *_, told, _ = events.finished(finished())
+    *_, told, _ = events.finished(replace(finished(), stop_string=machine.stop_string))
     wanted = None
     for channel in (thought, text):
         ends = (channel[:i] for i in range(1, len(channel) + 1))

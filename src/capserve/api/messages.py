@@ -42,10 +42,7 @@ def prepare(state: ServerState, body: bytes, request_id: str, caller: str) -> Pr
         model=request.model,
         request_id=request_id,
         prompt_tokens=len(prompt.tokens),
-        token_bytes=state.tokenizer.token_bytes,
-        end_tokens=state.model.end_tokens,
         marked_tokens=max(prompt.breakpoints, default=0),
-        stops=turn.output.stop,
         seed=turn.sampling.seed,
         notes=prompt.notes,
     )

@@ -9,9 +9,7 @@ split.
 from __future__ import annotations
 
 import base64
-import re
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, assert_never
@@ -24,16 +22,8 @@ from capserve.errors import CapserveError
 from capserve.serving.lifecycle import FinishReason
 from capserve.serving.sinks import Reply
 from capserve.serving.turn import Delta, Failed, Finished, ToolCallDelta
-from capserve.text.markup import CALL_CLOSE, CALL_OPEN, THINK_CLOSE
 
 Json = dict[str, Any]
-
-STOP_TAIL_TOKENS = 8192
-"""Tokens in which a stop sequence that ended the reply stands, at one byte a token: its 1,024
-characters have at most 4,096, and as many again may have been held back behind it."""
-
-_MARKS = re.compile(f"{THINK_CLOSE}|{CALL_OPEN}.*?{CALL_CLOSE}", re.DOTALL)
-"""What parts the searched texts of a reply."""
 
 _REASONS = {
     FinishReason.STOP: "end_turn",
@@ -59,11 +49,8 @@ class MessageHead:
     model: str
     request_id: str
     prompt_tokens: int
-    token_bytes: Callable[[int], bytes]
-    end_tokens: tuple[int, ...]
     marked_tokens: int = 0
     """End of the last message with a `cache_control`, in tokens; 0 when there is none."""
-    stops: tuple[str, ...] = ()
     seed: int = 0
     notes: tuple[str, ...] = ()
 
@@ -78,12 +65,10 @@ class MessageEvents:
         self._open: str | None = None
         """Kind of the block that is open: text or thinking. A call's is closed at once."""
         self._thought = blake2b(digest_size=32)
-        self._tail: deque[int] = deque(maxlen=STOP_TAIL_TOKENS if head.stops else 0)
 
     def delta(self, event: Delta) -> Iterator[Json]:
         """Events that together add `event`; beyond the head none when its text is held back."""
         yield from self._begin()
-        self._tail.extend(event.tokens)
         if event.reasoning:
             yield from self._enter("thinking", {"thinking": "", "signature": ""})
             self._thought.update(event.reasoning.encode())
@@ -103,9 +88,8 @@ class MessageEvents:
         yield from self._begin()
         yield from self._leave()
         reason, stop = _REASONS[event.reason], None
-        if event.reason is FinishReason.STOP and self._head.stops:
-            stop = self._matched_stop()
-            reason = reason if stop is None else "stop_sequence"
+        if event.reason is FinishReason.STOP and event.stop_string is not None:
+            reason, stop = "stop_sequence", event.stop_string
         yield {
             "type": "message_delta",
             "delta": {"stop_reason": reason, "stop_sequence": stop},
@@ -171,25 +155,6 @@ class MessageEvents:
     def _metrics(self, event: Finished | Failed) -> Json:
         extras: Json = {"seed": self._head.seed, "notes": list(self._head.notes)}
         return event.metrics.as_dict() | extras
-
-    def _matched_stop(self) -> str | None:
-        """The stop sequence that ended the reply, or None when an end token did.
-
-        The first one to be completed ends it, so none stands in what was read before. None reaches
-        over a mark, and calls are not searched.
-        """
-        raw = b"".join(
-            self._head.token_bytes(token)
-            for token in self._tail
-            if token not in self._head.end_tokens
-        ).decode(errors="replace")
-        if 0 <= raw.find(CALL_CLOSE) < (raw + CALL_OPEN).find(CALL_OPEN):
-            _, _, raw = raw.partition(CALL_CLOSE)  # the tail begins inside a call
-        for text in _MARKS.split(raw):
-            found = [(at + len(s), at, s) for s in self._head.stops if (at := text.find(s)) >= 0]
-            if found:
-                return min(found)[2]
-        return None
 
 
 def wire_id(call: ToolCallDelta) -> str:

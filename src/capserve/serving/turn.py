@@ -115,6 +115,8 @@ class Finished:
     output_tokens: int
     reasoning_tokens: int
     metrics: TurnMetrics
+    stop_string: str | None = None
+    """The one that ended the reply; None for an end token and any other reason."""
 
 
 @dataclass(frozen=True)

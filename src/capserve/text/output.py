@@ -83,6 +83,11 @@ class TurnOutput:
         """Tokens that were fed while the reply was reasoning, its closing mark included."""
 
     @property
+    def stop_string(self) -> str | None:
+        """The stop string that ended the reply."""
+        return next((stops.matched for stops in self._stops.values() if stops.matched), None)
+
+    @property
     def calls(self) -> int:
         """Calls delivered so far."""
         return len(self._calls)

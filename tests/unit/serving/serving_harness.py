@@ -148,6 +148,7 @@ class WordOutput:
         self._text = ""
         self._calls: tuple[ToolCall, ...] = ()
         self.stopped = False
+        self.stop_string: str | None = None
         self.calls_are_full = False
         self.reasoning_tokens = 0
 
@@ -165,7 +166,7 @@ class WordOutput:
         for stop in self._spec.stop:
             if stop in self._text:
                 self._text = self._text[: self._text.index(stop)]
-                self.stopped = True
+                self.stopped, self.stop_string = True, stop
         return WordDelta(self._text[before:], "", tuple(calls))
 
     def finish(self) -> WordDelta:

@@ -277,3 +277,26 @@ def test_idle_sessions_leave_with_their_memory_and_resume_from_disk() -> None:
     taken, moved = bed.take_up(TOKENS[:700])
     assert (bed.engine.position, moved) == (600, 1600)
     assert taken.id != session.id
+
+
+def test_with_exact_a_pin_waits_for_a_state_that_exact_plans_may_start_from() -> None:
+    bed = Bed()
+    prompt = prompt_of(TOKENS[:640])
+    session, _ = bed.take_up(TOKENS[:640])
+    bed.read(session, TOKENS[:100])  # off the grid, so the state at 640 is not a cold run's
+    bed.read(session, TOKENS[:640])
+    assert bed.keeper.keep(session) is None
+    assert bed.keeper.find_pin("k/a", prompt, 640, exact=True) is None
+    assert bed.keeper.find_pin("k/a", prompt, 640, exact=False) == "pinned"
+
+    bed = Bed()
+    bed.turn(TOKENS[:640])
+    assert bed.keeper.find_pin("k/a", prompt, 640, exact=True) == "pinned"
+
+
+def test_what_a_crash_would_lose_is_shown() -> None:
+    bed = Bed()
+    bed.turn(TOKENS[:600])
+    waiting = bed.disk.pending_bytes
+    assert waiting > 0
+    assert bed.store.footprint().tiers["disk"].pending_bytes == waiting

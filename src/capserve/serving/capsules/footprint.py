@@ -15,6 +15,8 @@ class TierFootprint:
     budget_bytes: int
     capsules: int
     fault: str | None = None
+    pending_bytes: int = 0
+    """On their way there: what a crash now would lose."""
 
 
 @dataclass(frozen=True, slots=True)

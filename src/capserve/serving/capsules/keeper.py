@@ -57,15 +57,17 @@ class Keeper:
         self._make_newest(session, key)
         return refusal
 
-    def find_pin(self, namespace: str, prompt: Prompt, position: int) -> str | None:
+    def find_pin(self, namespace: str, prompt: Prompt, position: int, *, exact: bool) -> str | None:
         """Pin the capsule at `position` of the prompt when there is one; None when it is unknown.
 
         One that was refused for lack of room counts as known: reading the prompt from before the
-        pin, turn after turn, to be refused again would cost more than the pin could save.
+        pin, turn after turn, to be refused again would cost more than the pin could save. With
+        `exact`, a state that no exact plan may start from counts as unknown: one that may takes its
+        place when the prompt has been read.
         """
         digest = prefix_digests(prompt.tokens, [position])[0]
         key = CapsuleKey(namespace, position, digest)
-        if self._store.holds(key):
+        if self._store.holds(key) and (not exact or self._store.exact(key)):
             refusal = self._store.pin(key)
             return "pinned" if refusal is None else f"refused: {refusal}"
         if self._store.loss(key) is Loss.OVER_BUDGET:

@@ -383,7 +383,9 @@ class CapsuleStore:
         }
         if disk is not None:
             count = sum(entry.on_disk for entry in self._catalog)
-            tiers[DISK] = TierFootprint(disk.used_bytes, disk.budget_bytes, count, disk.fault)
+            tiers[DISK] = TierFootprint(
+                disk.used_bytes, disk.budget_bytes, count, disk.fault, disk.pending_bytes
+            )
         return Footprint(
             used_bytes=sum(tier.used_bytes for tier in memory.tiers),
             budget_bytes=self.budget_bytes,

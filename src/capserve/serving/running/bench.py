@@ -58,6 +58,11 @@ class OutputMachine(Protocol):
         ...
 
     @property
+    def stop_string(self) -> str | None:
+        """The one that matched."""
+        ...
+
+    @property
     def calls_are_full(self) -> bool: ...
     @property
     def reasoning_tokens(self) -> int: ...
@@ -90,6 +95,8 @@ class Done:
     output: tuple[int, ...]
     clean: bool
     at_end_token: bool
+    stop_string: str | None = None
+    """The one that ended it."""
 
 
 @dataclass(frozen=True)

@@ -88,7 +88,15 @@ class DecodeRun:
         if message.tool_calls and (at_end_token or (machine.stopped and machine.calls_are_full)):
             reason = FinishReason.TOOL_CALLS
         output = tuple(self._output)
-        return Done(reason, message, machine.reasoning_tokens, output, clean, at_end_token)
+        return Done(
+            reason,
+            message,
+            machine.reasoning_tokens,
+            output,
+            clean,
+            at_end_token,
+            machine.stop_string,
+        )
 
     def _out_of_time(self) -> bool:
         most_ms = self._bench.limits.max_decode_ms

@@ -43,6 +43,7 @@ def last_event(turn: Turn, ending: AnyEnding, metrics: TurnMetrics) -> Finished 
                 output_tokens=len(ending.output),
                 reasoning_tokens=ending.reasoning_tokens,
                 metrics=metrics,
+                stop_string=ending.stop_string,
             )
         case Cancelled():
             reason = turn.item.cancel.reason

@@ -112,7 +112,9 @@ class TurnRun:
             self._tally.pin = "refused: shorter than one grid step"
             self._pin = None
         if self._pin is not None:
-            self._tally.pin = bench.keeper.find_pin(namespace, prompt, self._pin)
+            self._tally.pin = bench.keeper.find_pin(
+                namespace, prompt, self._pin, exact=bench.policy.exact
+            )
             if self._tally.pin is None:
                 # A state beyond the pin can't be cut back to it: pass the pin on the way.
                 at_most = self._pin - 1
