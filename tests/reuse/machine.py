@@ -212,6 +212,22 @@ class Machine(RuleBasedStateMachine):
             self._step("go on")
         self._turn(client, say)
 
+    @rule(who=clients, say=words, how=st.sampled_from(["next", "again", "on"]))
+    def usual(self, who: int, say: Words, how: str) -> None:
+        """What agents do most, in two requests with nothing between them: the next turn after a
+        whole reply, the same request again, or a reply that was cut and goes on. Left to chance,
+        these leave the hot state to be continued too seldom for `message_append` and `append`."""
+        first = {
+            "next": replace(say, max_tokens=40),
+            "again": replace(say, max_tokens=1),
+            "on": replace(say, max_tokens=7, sampling=replace(say.sampling, drafts=0)),
+        }[how]
+        self.turn(who, first)
+        if how == "next":
+            self.turn(who, first)
+        else:
+            self.retry(who, say, again=how == "again")
+
     @rule(pick=picks, say=words)
     def named_turn(self, pick: int, say: Words) -> None:
         session = self._picked(pick)
