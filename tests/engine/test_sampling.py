@@ -103,7 +103,7 @@ def test_sampling_through_the_engine_matches_the_target_distribution(
         nano.restore(start)
         sampling = Sampling(temperature=HEAT, top_k=KEPT, seed=seed, drafts=drafts)
         nano.begin(sampling, ids, np.array([], dtype=np.int32))
-        nano._pending = top  # every seed continues the same first token
+        nano._decode.pending = top  # every seed continues the same first token
         counts[nano.step().tokens[0]] += 1
     assert counts[probs == 0].sum() == 0
     assert abs(chi_square(counts, probs)) < 5

@@ -42,7 +42,7 @@ def whole(engine: TorchEngine) -> TorchCapsule:
     engine.extend(ids)
     engine.begin(Sampling(drafts=3), ids)
     while engine.position < POSITION:
-        engine.step(POSITION - engine.position + (engine._pending is None))
+        engine.step(POSITION - engine.position + (engine._decode.pending is None))
     return live_bits(engine)
 
 

@@ -13,10 +13,10 @@ from typing import ParamSpec, TypeVar
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from capserve.engine import memory
 from capserve.engine.capsule import LiveSegments, TorchCapsule
+from capserve.engine.decode import Decode, HostDecode
 from capserve.engine.fingerprint import fingerprint_of
 from capserve.engine.history import SEGMENT_TOKENS
 from capserve.engine.layers.linear import MAX_ROWS
@@ -24,7 +24,6 @@ from capserve.engine.loading import Progress, load_weights
 from capserve.engine.models.config import ModelConfig
 from capserve.engine.models.qwen3_5 import Qwen35
 from capserve.engine.parts import PartPool
-from capserve.engine.sampling import Sampler
 from capserve.engine.seam import (
     MAX_DRAFTS,
     MAX_TOP_LOGPROBS,
@@ -37,7 +36,6 @@ from capserve.engine.seam import (
     TokenConstraint,
 )
 from capserve.engine.shelf import Shelf
-from capserve.engine.speculate import judge
 from capserve.engine.state import State, StateBytes
 from capserve.engine.tiers import Tiers
 from capserve.errors import ContextLengthError, StartupError
@@ -90,11 +88,7 @@ class TorchEngine:
         )
         self._prefill_threads = torch.get_num_threads()
         self._position = 0
-        self._pending: int | None = None
-        self._sampler: Sampler | None = None
-        self._waiting_tokens: list[int] = []
-        """Absorbed tokens whose MTP slot is not built yet. Their hidden states are the rows of
-        `state.hidden` but the last, which is that of position - 1."""
+        self._decode: Decode = HostDecode(model, self._state, vocab, device)
 
     @classmethod
     def load(
@@ -193,8 +187,8 @@ class TorchEngine:
             raise ContextLengthError(
                 f"{end} tokens do not fit a context of {self._limits.max_positions} tokens"
             )
-        self._pending = self._sampler = None
         self._settle()
+        self._decode.forget()
         self._use_threads(self._prefill_threads)
         ids = torch.from_numpy(np.ascontiguousarray(tokens)).to(self._device).long()
         first = self._position
@@ -220,41 +214,28 @@ class TorchEngine:
         decided = [] if output is None else output.tolist()
         if decided:
             assert self._position == len(context) + len(decided) - 1, "output is not this state's"
-        self._pending = decided[-1] if decided else None
-        self._sampler = Sampler(
-            sampling, context, decided, self._limits.vocab_size, self._device, constraint
-        )
+        self._decode.begin(sampling, context, decided, constraint)
 
     @_inference
     def step(self, most: int = MAX_DRAFTS + 1) -> Chunk:
-        sampler = self._sampler
-        assert sampler is not None, "step needs a begin"
         self._use_threads(1)
         assert self._position >= 1, "step needs a token to continue from"
         assert most >= 1, f"step decides at least one token, not {most}"
-        if self._pending is None:
-            last = self._state.hidden[len(self._waiting_tokens)].unsqueeze(0)
-            verdict = judge(self._model.logits(last), (), sampler, self._position)
-            self._pending = verdict.tokens[-1]
-            return Chunk(verdict.tokens, verdict.stop, 0, 0, verdict.logprobs)
-        room = self._limits.max_positions - self._position
-        if room < 1:
-            raise ContextLengthError(
-                f"position {self._position} is the end of a context of "
-                f"{self._limits.max_positions} tokens"
-            )
-        self._live.written_from(self._position)
-        drafts = self._draft(min(sampler.sampling.drafts, room - 1, most - 1), sampler)
-        if not drafts and len(self._waiting_tokens) == MAX_ROWS - 1:
-            self._build_waiting_slots()  # make room for one more hidden state
-        rows = [self._pending, *drafts]
-        self._state.settle()
-        hidden = self._model.verify(self._ids(rows), self._state, self._position)
-        verdict = judge(self._model.logits(hidden), drafts, sampler, self._position + 1)
-        self._absorb_rows(rows, hidden, len(verdict.tokens), drafted=bool(drafts))
-        self._pending = verdict.tokens[-1]
-        accepted = len(verdict.tokens) - 1
-        return Chunk(verdict.tokens, verdict.stop, len(drafts), accepted, verdict.logprobs)
+        if self._decode.pending is not None:
+            room = self._limits.max_positions - self._position
+            if room < 1:
+                raise ContextLengthError(
+                    f"position {self._position} is the end of a context of "
+                    f"{self._limits.max_positions} tokens"
+                )
+            most = min(most, room)
+            self._live.written_from(self._position)
+        step = self._decode.step(self._position, most)
+        if step.absorbed:
+            self._position += len(step.absorbed)
+            self._live.history.decoded(step.absorbed)
+            self._live.absorbed()
+        return step.chunk
 
     @_inference
     def snapshot(self) -> Capsule:
@@ -266,7 +247,6 @@ class TorchEngine:
         assert isinstance(capsule, TorchCapsule), "a capsule of another engine"
         self._drop_unbuilt_slots()
         moved = self._live.restore(capsule)
-        self._state.accepted_rows = 0
         self._moved_to(capsule.position)
         return moved
 
@@ -288,72 +268,19 @@ class TorchEngine:
         if self._device.type == "cpu" and torch.get_num_threads() != count:
             torch.set_num_threads(count)
 
+    def _settle(self) -> None:
+        self._use_threads(1)
+        self._decode.settle(self._position)
+
     def _moved_to(self, position: int) -> None:
         self._position = position
-        self._pending = self._sampler = None
-        self._waiting_tokens = []
+        self._decode.forget()
 
     def _drop_unbuilt_slots(self) -> None:
         """The state goes elsewhere: MTP slots that wait are never built, so a segment that holds
         one is not what its name says."""
-        if self._waiting_tokens:
-            self._live.written_from(self._position - len(self._waiting_tokens))
-
-    def _ids(self, tokens: list[int]) -> Tensor:
-        return torch.tensor(tokens, dtype=torch.long, device=self._device)
-
-    def _settle(self) -> None:
-        """Bring every deferred part of the state up to the position."""
-        self._use_threads(1)
-        self._state.settle()
-        self._build_waiting_slots()
-
-    def _build_waiting_slots(self) -> None:
-        waiting = len(self._waiting_tokens)
-        if not waiting:
-            return
-        state = self._state
-        self._model.draft(
-            self._ids(self._waiting_tokens), state.hidden[:waiting], state, self._position - waiting
-        )
-        state.hidden[0] = state.hidden[waiting].clone()
-        self._waiting_tokens = []
-
-    def _draft(self, count: int, sampler: Sampler) -> list[int]:
-        """Up to `count` draft tokens for the positions after the pending one."""
-        if count < 1:
-            return []
-        assert self._pending is not None
-        tokens = [*self._waiting_tokens, self._pending]
-        hidden = self._state.hidden[: len(tokens)]
-        slot = self._position - len(self._waiting_tokens)
-        drafts: list[int] = []
-        for i in range(count):
-            y = self._model.draft(self._ids(tokens), hidden, self._state, slot)[-1:]
-            draft = sampler.draft(self._model.logits(y)[0], self._position + 1 + i)
-            drafts.append(draft)
-            if draft in sampler.sampling.end_tokens:
-                break  # nothing is decided behind it
-            slot, tokens, hidden = self._position + 1 + i, [draft], y
-        sampler.undo_drafts()
-        return drafts
-
-    def _absorb_rows(self, rows: list[int], hidden: Tensor, count: int, *, drafted: bool) -> None:
-        """The first `count` verified rows become part of the state."""
-        state = self._state
-        state.accepted_rows = count
-        self._position += count
-        self._live.history.decoded(rows[:count])
-        self._live.absorbed()
-        if self._model.mtp is None:
-            state.hidden[0] = hidden[count - 1]
-            return
-        if drafted:  # the draft built every slot up to the pending token's
-            state.hidden[:count] = hidden[:count]
-            self._waiting_tokens = rows[1:count]
-            return
-        self._waiting_tokens.append(rows[0])
-        state.hidden[len(self._waiting_tokens)] = hidden[0]
+        if self._decode.unbuilt_slots:
+            self._live.written_from(self._position - self._decode.unbuilt_slots)
 
 
 def _resolve(
