@@ -4,6 +4,9 @@
 #   make serve  the server on the embedded model, http://127.0.0.1:8000/v1
 #   make bench  the README's tables
 #   make bench-reuse  how many tokens are read again, over fourteen scenes
+#   make clients  four agent clients at fixed versions, by npm, against the embedded model
+#   make fuzz   5,000 requests made from the served OpenAPI document
+#   make fuzz-bytes  an hour of changed bytes against every parser
 #   make lint   ruff, mypy --strict, import contracts
 
 VENV   ?= .venv
@@ -16,7 +19,7 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3.14 python3; 
 	"$$p" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo "$$p" && break; \
 	done)
 
-.PHONY: setup demo test serve bench bench-reuse lint clean
+.PHONY: setup demo test serve bench bench-reuse clients fuzz fuzz-bytes lint clean
 .DEFAULT_GOAL := demo
 
 setup: $(READY)
@@ -46,6 +49,18 @@ bench: setup
 
 bench-reuse: setup
 	$(BIN)/python -m benchmarks.reuse
+
+# CAPSERVE_CLIENTS_DIR keeps the programs for the next run.
+clients: setup
+	$(BIN)/python -m benchmarks.clients
+
+fuzz: setup
+	$(BIN)/python -m tests.fuzz.run_api --cases 5000
+
+# Guided by coverage, which takes a package that nothing else needs.
+fuzz-bytes: setup
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check atheris==3.0.0
+	$(BIN)/python -m tests.fuzz.run_bytes --seconds 3600
 
 lint: setup
 	$(BIN)/ruff check .

@@ -100,4 +100,5 @@ def _commit() -> str:
 
 
 def _module() -> list[str]:
-    return [f"benchmarks.{Path(sys.argv[0]).stem}"]
+    main = Path(sys.argv[0])
+    return [f"benchmarks.{main.parent.name if main.stem == '__main__' else main.stem}"]

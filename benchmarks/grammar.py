@@ -22,7 +22,8 @@ from rich.console import Console
 from benchmarks.card import card, spread, write
 from capserve.errors import InvalidRequestError
 from capserve.nano import checkpoint_dir
-from capserve.text.grammar import Constraint, Grammar, GrammarCompiler
+from capserve.text.grammar import Grammar, GrammarCompiler
+from capserve.text.grammar_rules import Constraint
 from capserve.text.markup import spell_call, spell_parameter
 from capserve.text.tokenizer import Tokenizer
 

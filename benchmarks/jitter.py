@@ -10,7 +10,9 @@ From inside, in this process: a ticker of 5 ms, as the event loop is one, and de
 engine, each beside a thread that prepares the same bodies; and the time of each stage of that.
 
 `net` leaves out the time that a thread waited for a processor, as Linux counts it: what remains is
-the interpreter's lock, and the work itself. The limit is 2 ms, at p99 of the ticker, net.
+the interpreter's lock, and the work itself. The limit is 2 ms at p99, with nothing left out: of the
+ticker, and of what a decode step is longer than in the quiet. Both numbers are told; `net` alone
+decides nothing, it only says how much of the other one the machine was busy with something else.
 """
 
 from __future__ import annotations
@@ -343,7 +345,7 @@ def run_stages(
     """What `api/chat.py` does to a body, stage by stage, each by way of `run`."""
     raw = run("parse", lambda: parse_object(body))
     request = run("validate", lambda: validated(ChatRequest, raw))
-    conversation = run("translate", lambda: translate.conversation(request, raw))
+    conversation = run("translate", lambda: translate.conversation(request, raw, prompts))
     chain = run("digests", lambda: prompts.chain(conversation))
     run("render and tokenize", lambda: prompts.build(conversation, None, chain, 10_000_000))
 
@@ -382,6 +384,36 @@ def table(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def verdict(inside: dict[str, Any]) -> dict[str, Any]:
+    """What the two threads lose at p99, in ms, gross and net; `holds` is of the gross numbers."""
+    p99 = {
+        name: {
+            "event loop": {kind: inside["ticker"][kind][name]["p99"] for kind in KINDS},
+            "decode step": {
+                kind: inside["step"][kind][name]["p99"] - inside["step"]["quiet"][name]["p99"]
+                for kind in KINDS
+            },
+        }
+        for name in ("gross_ms", "net_ms")
+    }
+    lost = [ms for row in p99["gross_ms"].values() for ms in row.values()]
+    return {"p99": p99, "holds": all(ms <= LIMIT_MS for ms in lost)}
+
+
+def told(result: dict[str, Any]) -> str:
+    """The verdict in one line."""
+    parts = [
+        f"{thread} "
+        + ", ".join(
+            f"{kind} {row[kind]:.2f} (net {result['p99']['net_ms'][thread][kind]:.2f})"
+            for kind in KINDS
+        )
+        for thread, row in result["p99"]["gross_ms"].items()
+    ]
+    holds = "yes" if result["holds"] else "no"
+    return f"within {LIMIT_MS:g} ms at p99: {holds} (ms lost: {'; '.join(parts)})"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -398,10 +430,10 @@ def main() -> int:
     result["switch_interval_s"] = options.switch_interval
     result["inside"] = inside()
     result["outside"] = {} if options.inside else outside(options.rounds, options.seconds)
-    late = result["inside"]["ticker"]
-    result["p99_ms"] = {kind: late[kind]["net_ms"]["p99"] for kind in KINDS}
-    result["holds"] = all(p99 <= LIMIT_MS for p99 in result["p99_ms"].values())
+    result |= verdict(result["inside"])
+    print(json.dumps(result["card"]))
     print(table(result))
+    print(told(result))
     if not options.inside:
         write("jitter", result)
     return 0 if result["holds"] else 1

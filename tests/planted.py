@@ -416,14 +416,26 @@ PLANTED = (
         ),
     ),
     Planted(
+        "I6",
+        "a thinking budget counts drafts that were taken back",
+        "engine/test_thinking_budget.py::test_under_a_budget_drafts_and_parks_change_no_token",
+        (
+            Edit(
+                "text/thinking.py",
+                "            del self._places[-back:]\n            return\n",
+                "            return\n",
+            ),
+        ),
+    ),
+    Planted(
         "I13",
-        "the plain reply loses all calls but those of the last delta",
+        "the plain reply loses all parts but those of the last delta",
         "unit/serving/test_sinks.py::test_deltas_merge_into_what_they_add_up_to",
         (
             Edit(
-                "serving/sinks.py",
-                "tuple(call for delta in deltas for call in delta.tool_calls)",
-                "deltas[-1].tool_calls",
+                "serving/turn.py",
+                "tuple(_joined(part for delta in deltas for part in delta.parts))",
+                "deltas[-1].parts",
             ),
         ),
     ),

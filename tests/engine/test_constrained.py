@@ -9,13 +9,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from jsonschema import Draft202012Validator
+from jsonschema import Draft202012Validator, ValidationError
 
 from capserve.engine.runtime import TorchEngine
 from capserve.engine.seam import Sampling, TokenArray
+from capserve.errors import InvalidRequestError
 from capserve.text.grammar import Constraint, Grammar, GrammarCompiler
 from capserve.text.output import OutputSpec, TurnOutput
 from capserve.text.tokenizer import Tokenizer
+from tests.engine.constrained_check import CHECKS, check, formats_in
+from tests.engine.constrained_more import MORE, REFUSED
 from tests.engine.constrained_schemas import SCHEMAS, obj
 
 WARM = Sampling(temperature=1.0, seed=11)
@@ -92,34 +95,119 @@ def reply(
     return said
 
 
-def test_there_are_a_hundred_schemas() -> None:
+EVERY_SCHEMA = [*SCHEMAS, *MORE.values()]
+
+FEATURES = {
+    *("enum", "const", "anyOf", "oneOf", "allOf", "$ref", "$defs", "$anchor", "definitions"),
+    *("type", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
+    *("minLength", "maxLength", "pattern", "format", "properties", "required"),
+    *("additionalProperties", "patternProperties", "minProperties", "maxProperties"),
+    *("items", "prefixItems", "minItems", "maxItems", "title", "description", "default"),
+}
+
+
+def keys_in(schema: Any) -> set[str]:
+    if isinstance(schema, list):
+        return set().union(*map(keys_in, schema))
+    if not isinstance(schema, dict):
+        return set()
+    return set(schema).union(*map(keys_in, schema.values()))
+
+
+def test_there_are_a_hundred_schemas_and_more_and_no_two_are_the_same() -> None:
     assert len(SCHEMAS) >= 100
-    for schema in SCHEMAS:
+    assert len(EVERY_SCHEMA) >= 135
+    assert len({json.dumps(schema, sort_keys=True) for schema in EVERY_SCHEMA}) == len(EVERY_SCHEMA)
+    for schema in EVERY_SCHEMA:
         Draft202012Validator.check_schema(schema)
+    assert keys_in(EVERY_SCHEMA) >= FEATURES
+    assert formats_in(EVERY_SCHEMA) == set(CHECKS), "a format that nobody checks proves nothing"
 
 
+@pytest.mark.parametrize(
+    ("form", "wrong"),
+    [
+        ("date", "2026-02-30"),
+        ("time", "24:00:00Z"),
+        ("time", "10:00:00"),
+        ("date-time", "2026-02-30T10:00:00Z"),
+        ("duration", "P"),
+        ("uuid", "1234"),
+        ("ipv4", "1.2.3.256"),
+        ("ipv6", "1::2::3"),
+        ("email", "nobody"),
+        ("hostname", "-a.example"),
+        ("uri", "no scheme"),
+    ],
+)
+def test_what_is_no_value_of_a_format_is_noticed(form: str, wrong: str) -> None:
+    with pytest.raises(ValidationError):
+        check(wrong, {"type": "string", "format": form})
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_can_not_be_kept_is_refused_by_its_name(compiler: GrammarCompiler, name: str) -> None:
+    schema, word = REFUSED[name]
+    form = {"type": "json_schema", "json_schema": {"strict": True, "schema": schema}}
+    with pytest.raises(InvalidRequestError) as refused:
+        compiler.compile(Constraint(response_format=form))
+    assert word in refused.value.message
+
+
+def written(
+    engine: TorchEngine,
+    compiler: GrammarCompiler,
+    tokenizer: Tokenizer,
+    ends: tuple[int, ...],
+    prompt: TokenArray,
+    schema: Any,
+    seed: int,
+) -> str:
+    """What the model writes, at temperature 1; a cut reply proves nothing and is an error."""
+    form = {"type": "json_schema", "json_schema": {"strict": True, "schema": schema}}
+    grammar = compiled(compiler, response_format=form)
+    sampling = replace(WARM, seed=seed, drafts=seed % 5, end_tokens=ends)
+    said = reply(engine, prompt, sampling, grammar)
+    assert said[-1] in ends, f"cut at {MOST} tokens: {schema}"
+    output = TurnOutput(OutputSpec(), tokenizer, ends)
+    output.feed(said)
+    output.finish()
+    return output.message().content
+
+
+PARTS = 8
+"""Each well below a test's time limit, on a busy machine too."""
+
+
+@pytest.mark.parametrize("part", range(PARTS))
 def test_what_the_model_writes_under_a_hundred_schemas_is_valid(
     nano: TorchEngine,
     compiler: GrammarCompiler,
     tokenizer: Tokenizer,
     ends: tuple[int, ...],
     prompt: TokenArray,
+    part: int,
 ) -> None:
-    cut = 0
-    for n, schema in enumerate(SCHEMAS):
-        form = {"type": "json_schema", "json_schema": {"strict": True, "schema": schema}}
-        grammar = compiled(compiler, response_format=form)
-        sampling = replace(WARM, seed=n, drafts=n % 5, end_tokens=ends)
-        said = reply(nano, prompt, sampling, grammar)
-        if said[-1] not in ends:
-            cut += 1
-            continue
-        output = TurnOutput(OutputSpec(), tokenizer, ends)
-        output.feed(said)
-        output.finish()
-        value = json.loads(output.message().content)
-        Draft202012Validator(schema).validate(value)
-    assert cut == 0, "a cut reply proves nothing"
+    for seed, schema in list(enumerate(EVERY_SCHEMA))[part::PARTS]:
+        text = written(nano, compiler, tokenizer, ends, prompt, schema, seed)
+        check(json.loads(text), schema)
+
+
+def test_other_seeds_write_other_values_and_all_are_valid(
+    nano: TorchEngine,
+    compiler: GrammarCompiler,
+    tokenizer: Tokenizer,
+    ends: tuple[int, ...],
+    prompt: TokenArray,
+) -> None:
+    """At temperature 1 a schema is walked along many ways, not along one."""
+    for name in ("pydantic: a drawing", "names and a pattern of names", "format ipv6"):
+        texts = [
+            written(nano, compiler, tokenizer, ends, prompt, MORE[name], seed) for seed in range(6)
+        ]
+        for text in texts:
+            check(json.loads(text), MORE[name])
+        assert len(set(texts)) >= 3, texts
 
 
 @pytest.mark.parametrize("choice", ["required", "auto"])

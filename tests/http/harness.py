@@ -107,12 +107,15 @@ def fake_engine(replies: Replies | None = None, *, max_positions: int = 4096) ->
 
 @dataclass(frozen=True)
 class _Noting:
-    """A sink that tells the terminal event to `note` once the real sink has it."""
+    """A sink that keeps what the real one was told: tokens in `said`; `note` hears the end."""
 
     sink: ResultSink
+    said: list[int]
     note: Callable[[Finished | Failed], None]
 
     def deliver(self, event: TurnEvent) -> None:
+        if isinstance(event, Delta):
+            self.said.extend(event.tokens)
         self.sink.deliver(event)
         if not isinstance(event, Delta):
             self.note(event)
@@ -125,13 +128,17 @@ class Watched:
         self._worker = worker
         self._changed = threading.Condition()
         self.items: list[WorkItem] = []
+        self.said: list[list[int]] = []
+        """Tokens of each item's reply, so far."""
         self.ends: list[Finished | Failed] = []
 
     def submit(self, item: WorkItem) -> None:
-        self._worker.submit(replace(item, sink=_Noting(item.sink, self._note)))
+        said: list[int] = []
+        self._worker.submit(replace(item, sink=_Noting(item.sink, said, self._note)))
         item.cancel.subscribe(self._notify)
         with self._changed:
             self.items.append(item)
+            self.said.append(said)
             self._changed.notify_all()
 
     def _note(self, event: Finished | Failed) -> None:
@@ -257,6 +264,7 @@ def serving(
     heartbeat_s: float = 5.0,
     listener: socket.socket | None = None,
     drafts: int = 3,
+    checkpoint_interval: int = 2048,
     capsule_dir: Path | None = None,
     max_import_bytes: int = 64 << 20,
     **limits: Any,
@@ -278,7 +286,7 @@ def serving(
     worker = EngineWorker(
         engine,
         bounds,
-        AutoPrefixPolicy(engine.limits),
+        AutoPrefixPolicy(engine.limits, checkpoint_interval=checkpoint_interval),
         store,
         sessions,
         transcripts,

@@ -78,7 +78,7 @@ def deltas_of(reply: Reply, cuts: Callable[[list[int]], list[list[int]]]) -> lis
 
     def delta(part: OutputDelta, tokens: Sequence[int] = ()) -> Delta:
         calls = tuple(ToolCallDelta(c.index, c.id, c.name, c.arguments) for c in part.calls)
-        return Delta(part.content, part.reasoning, calls, tuple(tokens))
+        return Delta.of(part.content, part.reasoning, calls, tuple(tokens))
 
     pieces = cuts(byte_tokens(reply.text))
     events: list[Delta | Finished] = [delta(machine.feed(piece), piece) for piece in pieces]
@@ -159,7 +159,7 @@ def test_stream_and_plain_agree_over_http_for_200_replies_sent_byte_by_byte():
 
 def test_one_delta_of_everything_becomes_one_chunk_for_each_kind():
     call = ToolCallDelta(0, "call_a", "f", "{}")
-    delta = Delta("words", "thought", (call, ToolCallDelta(1, "call_b", "g", "{}")), (1, 2))
+    delta = Delta.of("words", "thought", (call, ToolCallDelta(1, "call_b", "g", "{}")), (1, 2))
     chunks = streamed([delta, finished()])
     keys = [list(chunk["choices"][0]["delta"]) for chunk in chunks]
     assert keys == [
@@ -185,7 +185,7 @@ def test_tokens_without_text_yet_still_bring_their_logprobs_once():
     assert shown["bytes"] == [0xC3]
     assert shown["token"] == "\N{REPLACEMENT CHARACTER}"
     assert shown["top_logprobs"][1]["logprob"] == -9999.0
-    both = [*chunks.delta(Delta("a", "b", (), (1,), (entry,)))]
+    both = [*chunks.delta(Delta.of("a", "b", (), (1,), (entry,)))]
     assert [chunk["choices"][0]["logprobs"] is not None for chunk in both] == [True, False]
 
 
@@ -200,6 +200,6 @@ def test_tokens_without_text_yet_still_bring_their_logprobs_once():
 )
 def test_content_is_null_only_beside_calls(content, calls, shown):
     chunks = ChatChunks(HEAD, tokenizer().token_bytes)
-    body = whole_body(chunks, [Delta(content, "", calls), finished()])
+    body = whole_body(chunks, [Delta.of(content, "", calls), finished()])
     assert body["choices"][0]["message"]["content"] == shown
     assert body["usage"]["prompt_tokens_details"] == {"cached_tokens": 3}

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 from grammar_asks import FORM, PLACE, asked, choices, tools
-from harness import Served, fake_engine, serving
+from harness import NAME, WAIT_S, Replies, Served, fake_engine, serving, user
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jsonschema import Draft202012Validator
 
 from capserve.errors import InvalidRequestError
+from capserve.text.grammar import Grammar, GrammarCompiler
+from capserve.text.grammar_rules import Constraint
 
 SECONDS = 10.0
 """For a refusal that takes below one second on an idle machine."""
@@ -142,3 +146,48 @@ def test_a_grammar_that_gives_up_in_mid_reply_is_an_error_event_and_the_next_tur
         assert served.post(asked(response_format=FORM)).status_code == 400
         [choice] = choices(served, asked(response_format=FORM), True)
         Draft202012Validator(PLACE).validate(json.loads(choice["message"]["content"]))
+
+
+def test_while_a_large_schema_is_compiled_others_are_answered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also those that demand nothing but ask in the same moment, and those that count tokens."""
+    reached, go_on = threading.Event(), threading.Event()
+    compile_ = GrammarCompiler.compile
+
+    def slow(compiler: GrammarCompiler, constraint: Constraint) -> Grammar | None:
+        reached.set()
+        assert go_on.wait(WAIT_S)
+        return compile_(compiler, constraint)
+
+    monkeypatch.setattr(GrammarCompiler, "compile", slow)
+    with serving(fake_engine(Replies())) as served, ThreadPoolExecutor(1) as pool:
+        first = pool.submit(served.post, asked(response_format=FORM))
+        assert reached.wait(WAIT_S)
+        try:
+            assert served.post(asked("others", tools=tools())).status_code == 200
+            count = {"model": NAME, "messages": [user("hello")]}
+            assert served.http.post("/v1/messages/count_tokens", json=count).status_code == 200
+            assert not first.done()
+        finally:
+            go_on.set()
+        assert first.result(WAIT_S).status_code == 200
+
+
+def test_a_client_that_leaves_while_its_schema_is_compiled_has_no_turn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reached, go_on = threading.Event(), threading.Event()
+
+    def slow(*_: object) -> None:
+        reached.set()
+        assert go_on.wait(WAIT_S)
+
+    monkeypatch.setattr(GrammarCompiler, "compile", slow)
+    with serving(fake_engine(Replies())) as served:
+        with served.raw(asked(response_format=FORM)):
+            assert reached.wait(WAIT_S)
+        assert served.post(asked("others")).status_code == 200
+        go_on.set()
+        assert served.post(asked("more")).status_code == 200
+        assert len(served.worker.items) == 2

@@ -163,7 +163,8 @@ def test_heartbeats_come_while_queued_and_during_prefill():
             gate.wait_arrived()
             for response in (prefill, queued):
                 lines = response.iter_lines()
-                beats = [line for line in (next(lines) for _ in range(6)) if line]
+                opening, *beats = [line for line in (next(lines) for _ in range(8)) if line]
+                assert '"role":"assistant"' in opening
                 assert beats == [": keep-alive"] * 3
                 if response is prefill:
                     rest = lines

@@ -99,10 +99,10 @@ def test_a_turn_becomes_exactly_these_bytes():
     chunks = MessageChunks(head(marked_tokens=22, seed=3, notes=("n",)))
     end = finished(FinishReason.TOOL_CALLS, cached_tokens=17)
     turn = [
-        Delta(reasoning="Hm"),
+        Delta.of(reasoning="Hm"),
         Delta(),
-        Delta(content="Ja, "),
-        Delta(content="schön", tool_calls=(CALL,)),
+        Delta.of(content="Ja, "),
+        Delta.of(content="schön", tool_calls=(CALL,)),
         end,
     ]
     written = [chunks.written((0, event)) for event in turn]
@@ -136,11 +136,11 @@ def test_a_reply_of_nothing_is_a_message_without_blocks():
 
 WORD = st.text(min_size=1, max_size=3)
 PIECE = st.one_of(
-    st.builds(lambda text: Delta(reasoning=text), WORD),
-    st.builds(lambda text: Delta(content=text), WORD),
-    st.builds(lambda one, two: Delta(content=two, reasoning=one), WORD, WORD),
-    st.just(Delta(tool_calls=(CALL,))),
-    st.just(Delta(tool_calls=(CALL, CALL))),
+    st.builds(lambda text: Delta.of(reasoning=text), WORD),
+    st.builds(lambda text: Delta.of(content=text), WORD),
+    st.builds(lambda one, two: Delta.of(content=two, reasoning=one), WORD, WORD),
+    st.just(Delta.of(tool_calls=(CALL,))),
+    st.just(Delta.of(tool_calls=(CALL, CALL))),
     st.just(Delta()),
 )
 
@@ -186,7 +186,7 @@ def test_the_stop_sequence_told_is_the_first_to_be_completed(thought, text, stop
     tokens = [*tokenizer().encode(f"{thought}</think>{text}").tolist(), end_tokens()[0]]
     for token in tokens:
         part = machine.feed((token,))
-        list(events.delta(Delta(part.content, part.reasoning, tokens=(token,))))
+        list(events.delta(Delta.of(part.content, part.reasoning, tokens=(token,))))
         if machine.stopped:
             break
     machine.finish()

@@ -103,7 +103,7 @@ FIELDS = [
     ({**named(3), **GO}, "tool_choice.function.name", ["string", "integer"]),
     ({**named("f"), "tools": []}, "tool_choice.function.name", ["0 tools"]),
     ({"tool_choice": {"type": "function"}}, "tool_choice.function", ["object", "null"]),
-    ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice.type", ["'allowed_tools'"]),
+    ({"tool_choice": {"type": "custom"}}, "tool_choice.type", ["'custom'", "'allowed_tools'"]),
     ({"tool_choice": {"type": 3}}, "tool_choice.type", ["'function'", "3"]),
     ({"tool_choice": {}}, "tool_choice.type", ["'function'", "null"]),
     ({"tool_choice": "always"}, "tool_choice", ["'always'", "'required'"]),

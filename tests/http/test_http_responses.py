@@ -7,16 +7,21 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from harness import NAME, Replies, Served, fake_engine, serving
+from harness import NAME, Replies, Served, fake_engine, serving, template, tokenizer
 
 from capserve.api.errors import shutting_down
-from capserve.api.responses_events import ResponseChunks, ResponseEvents, ResponseHead
+from capserve.api.responses_events import ResponseChunks, ResponseEvents, ResponseHead, body_of
 from capserve.api.responses_schema import read_items
 from capserve.api.responses_tools import offered
 from capserve.api.responses_translate import conversation
 from capserve.api.schemas import ChatRequest, UserMessage
-from capserve.serving.turn import Delta, ToolCallDelta
+from capserve.serving.lifecycle import FinishReason
+from capserve.serving.metrics import TurnMetrics
+from capserve.serving.sinks import Reply
+from capserve.serving.turn import Delta, Finished, ToolCallDelta, merged
 from capserve.text.markup import spell_call, spell_parameter
+from capserve.text.messages import Message
+from capserve.text.prompt import PromptBuilder
 
 PATH = "/v1/responses"
 THOUGHT = "I should look.\n</think>\n\n"
@@ -376,7 +381,7 @@ def sent(data: bytes) -> list[dict[str, Any]]:
 
 def test_a_shutdown_ends_a_stream_with_what_was_said_until_then() -> None:
     stream = chunks()
-    stream.written((0, Delta(content="half a")))
+    stream.written((0, Delta.of(content="half a")))
     *_, last = sent(stream.cut(shutting_down()))
     assert last["type"] == "response.failed"
     assert last["response"]["error"]["code"] == "server_error"
@@ -386,19 +391,28 @@ def test_a_shutdown_ends_a_stream_with_what_was_said_until_then() -> None:
     assert first["type"] == "response.created"
 
 
-def test_words_behind_a_call_are_the_same_message_however_they_were_told() -> None:
-    """A stream tells them in an item of their own, the plain reply in one with those before."""
+def test_words_behind_a_call_keep_their_place_and_are_the_same_message() -> None:
+    """In items of their own, or as a client may send them back: in one with those before."""
     stream = chunks()
     call = ToolCallDelta(0, "c", "look", "{}")
-    told = [Delta(content="Before."), Delta(tool_calls=(call,)), Delta(content=" Behind.")]
+    told = [Delta.of(content="Before."), Delta.of(tool_calls=(call,)), Delta.of(content=" Behind.")]
     data = b"".join(stream.written((0, delta))[0] for delta in told)
     done = [e["item"] for e in sent(data) if e["type"] == "response.output_item.done"]
     done += sent(stream.cut(shutting_down()))[-1]["response"]["output"][2:]
     assert [item["type"] for item in done] == ["message", "function_call", "message"]
     before, called, _ = done
     whole = {**before, "content": [{"type": "output_text", "text": "Before. Behind."}]}
+    end = Finished(FinishReason.STOP, Message("assistant"), 3, 4, 0, TurnMetrics("r", "done"))
+    head = ResponseHead("resp_1", {}, offered([LOOK]))
+    plain = body_of(ResponseEvents(head), [Reply(merged(told), end)])["output"]
+    assert [item["type"] for item in plain] == ["message", "function_call", "message"]
+    texts = [item["content"][0]["text"] for item in plain[::2]]
+    assert texts == ["Before.", " Behind."]
+    prompts = PromptBuilder(tokenizer(), template())
     meant = [
-        conversation(None, read_items(items), offered([LOOK]), ChatRequest(messages=[HELLO]))
+        conversation(
+            None, read_items(items), offered([LOOK]), ChatRequest(messages=[HELLO]), prompts
+        )
         for items in (done, [whole, called])
     ]
     assert meant[0].messages == meant[1].messages

@@ -16,6 +16,7 @@ from capserve.engine.capsule import TorchCapsule
 from capserve.engine.margin import margin
 from capserve.engine.runtime import TorchEngine
 from capserve.engine.seam import MAX_TOP_LOGPROBS, Sampling, TokenArray, TokenLogprob
+from capserve.text.thinking import BudgetRule, ThinkingBudget
 from tests.engine.helpers import live_bits
 from tests.reuse.ledger import MOST_DRIFT, NEAR_TIE, Ledger, NearTie
 
@@ -29,14 +30,21 @@ class ColdRun:
         self._sampling = Sampling()
         self._said: list[int] = []
         self._own: list[TokenLogprob] = []
-        self._known: dict[tuple[bytes, Sampling], list[TokenLogprob]] = {}
+        self._rule: BudgetRule | None = None
+        self._known: dict[tuple[object, ...], list[TokenLogprob]] = {}
         """What it said after a prompt, where nobody led it elsewhere."""
 
     def compare(
-        self, prompt: TokenArray, sampling: Sampling, hot: Sequence[int], logs: list[TokenLogprob]
+        self,
+        prompt: TokenArray,
+        sampling: Sampling,
+        hot: Sequence[int],
+        logs: list[TokenLogprob],
+        thinking: ThinkingBudget | None = None,
     ) -> Ledger:
         """`start` and `follow`; what it has said before is not computed again."""
-        key = (prompt.tobytes(), _alone(sampling))
+        budget = None if thinking is None else (thinking.most_tokens, bool(thinking.spec.tools))
+        key = (prompt.tobytes(), _alone(sampling), budget)
         known = self._known.get(key, [])
         if len(known) >= len(hot) and all(k.token == t for k, t in zip(known, hot, strict=False)):
             seen = Ledger(tokens=len(hot), logprobs=len(logs), remembered=len(hot))
@@ -44,19 +52,22 @@ class ColdRun:
             seen.drift = max((abs(a.logprob - b.logprob) for a, b in pairs), default=0.0)
             assert seen.drift <= MOST_DRIFT, f"a log probability is off by {seen.drift}"
             return seen
-        self.start(prompt, sampling)
+        self.start(prompt, sampling, thinking)
         seen = self.follow(hot, logs, strict=False)
         if not seen.near_ties:
             self._known[key] = self._own
         return seen
 
-    def start(self, prompt: TokenArray, sampling: Sampling) -> None:
+    def start(
+        self, prompt: TokenArray, sampling: Sampling, thinking: ThinkingBudget | None = None
+    ) -> None:
         """From nothing: read the whole prompt."""
+        self._rule = None if thinking is None else thinking.follow(None)
         self._sampling = _alone(sampling)
         self._prompt, self._said, self._own = prompt, [], []
         self._engine.reset()
         self._engine.extend(prompt)
-        self._engine.begin(self._sampling, prompt)
+        self._engine.begin(self._sampling, prompt, None, self._rule)
 
     def follow(
         self, hot: Sequence[int], logprobs: Sequence[TokenLogprob], *, strict: bool
@@ -85,7 +96,7 @@ class ColdRun:
             assert not strict, f"no near tie is allowed here: {tie}"
             seen.near_ties.append(tie)
             said = np.array(self._said, dtype=np.int32)
-            self._engine.begin(self._sampling, self._prompt, said)
+            self._engine.begin(self._sampling, self._prompt, said, self._rule)
         most = 0.0 if strict else MOST_DRIFT
         assert seen.drift <= most, f"a log probability is off by {seen.drift}: a wrong state"
         return seen

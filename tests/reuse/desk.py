@@ -31,6 +31,7 @@ from capserve.serving.worker import EngineWorker
 from capserve.text.messages import Conversation, Message
 from capserve.text.output import OutputSpec
 from capserve.text.prompt import Prompt
+from capserve.text.thinking import ThinkingBudget
 from tests.engine.helpers import assert_same_bits, live_bits
 from tests.reuse.cold import ColdRun
 from tests.reuse.faults import DiskSeam
@@ -73,6 +74,8 @@ class Ask:
     """Let the hot state go on to `ON` tokens, where it is the turn's own."""
     session_id: str | None = None
     guest: Guest | None = None
+    thinking: int | None = None
+    """Its budget, in tokens."""
 
 
 @dataclass
@@ -228,27 +231,38 @@ class Desk:
         heard = turn.sink
         sampling = turn.item.request.sampling
         self.ledger.add(
-            self.cold.compare(turn.prompt.tokens, sampling, heard.tokens, heard.logprobs)
+            self.cold.compare(
+                turn.prompt.tokens,
+                sampling,
+                heard.tokens,
+                heard.logprobs,
+                turn.item.request.thinking,
+            )
         )
         return heard.the_end() if heard.has_ended else None
 
     def prepared(
         self, talk: Conversation, ask: Ask, on_first: Callable[[], None] | None = None
     ) -> Pending:
-        _, prompts, end_tokens = texts()
+        tokenizer, prompts, end_tokens = texts()
         chain = prompts.chain(talk)
         named = None if ask.session_id is None else self.known(ask.session_id)
         record = best_record(Subject(talk, ask.namespace, named), chain, self.transcripts)
         prompt = prompts.build(talk, record, chain)
+        output = OutputSpec(talk.tools, ask.stop, prompt.starts_in_reasoning)
+        thinking = None
+        if ask.thinking is not None:
+            thinking = ThinkingBudget(tokenizer, output, ask.thinking)
         request = TurnRequest(
             f"req-{next(_names)}",
             ask.namespace,
             prompt,
             replace(ask.sampling, end_tokens=end_tokens),
             ask.max_tokens,
-            OutputSpec(talk.tools, ask.stop, prompt.starts_in_reasoning),
+            output,
             ask.pin,
             ask.session_id,
+            thinking=thinking,
         )
         sink = Collector(on_first)
         return Pending(ask, prompt, WorkItem(request, time.monotonic(), sink, CancelToken()), sink)
@@ -261,6 +275,7 @@ class Desk:
     def _check(self, turn: Pending) -> None:
         ask, prompt, sink, end = turn.ask, turn.prompt, turn.sink, turn.sink.the_end()
         sampling, output = turn.item.request.sampling, sink.tokens
+        thinking = turn.item.request.thinking
         # A turn that was let in, or that its guest outlived, may have left its own state.
         hot = self.sessions.hot is not None and self.sessions.hot.id == end.metrics.session_id
         if isinstance(end, Failed):
@@ -275,13 +290,14 @@ class Desk:
             assert engine.position == len(prompt.tokens) + len(output) - 1
             state = live_bits(engine) if strict else None
             if ask.on:
-                more = self._go_on(prompt, sampling, output)
+                more = self._go_on(prompt, sampling, output, thinking)
         action = end.metrics.prefix_action
         try:
             if state is None and not more.tokens and not strict:
-                self.ledger.add(self.cold.compare(prompt.tokens, sampling, output, sink.logprobs))
+                logs = sink.logprobs
+                self.ledger.add(self.cold.compare(prompt.tokens, sampling, output, logs, thinking))
             else:
-                self._follow(prompt, sampling, sink, state, more)
+                self._follow(turn, state, more)
         except AssertionError as error:
             error.add_note(f"after {action}, {len(prompt.tokens)} prompt tokens, {sampling}")
             raise
@@ -293,29 +309,29 @@ class Desk:
             self.ledger.tiers[end.metrics.restored_from] += 1
         self.ledger.parked += end.metrics.parks > 0
 
-    def _follow(
-        self,
-        prompt: Prompt,
-        sampling: Sampling,
-        sink: Collector,
-        state: TorchCapsule | None,
-        more: GoneOn,
-    ) -> None:
-        strict = self.setup.exact
-        self.cold.start(prompt.tokens, sampling)
+    def _follow(self, turn: Pending, state: TorchCapsule | None, more: GoneOn) -> None:
+        strict, request, sink = self.setup.exact, turn.item.request, turn.sink
+        self.cold.start(turn.prompt.tokens, request.sampling, request.thinking)
         self.ledger.add(self.cold.follow(sink.tokens, sink.logprobs, strict=strict))
         if state is not None:
             assert_same_bits(state, self.cold.state())
             self.ledger.states += 1
         self.ledger.add(self.cold.follow(more.tokens, more.logprobs, strict=strict))
 
-    def _go_on(self, prompt: Prompt, sampling: Sampling, output: list[int]) -> GoneOn:
+    def _go_on(
+        self,
+        prompt: Prompt,
+        sampling: Sampling,
+        output: list[int],
+        thinking: ThinkingBudget | None,
+    ) -> GoneOn:
         """What the hot state says next, up to `ON` tokens; the state is put back afterwards."""
         engine = self.engine.engine
         parked = live_bits(engine)
         decided = np.array(output, dtype=np.int32)
         alone = replace(sampling, end_tokens=(), top_logprobs=0)
-        engine.begin(alone, prompt.tokens, decided)
+        rule = None if thinking is None else thinking.follow(None)
+        engine.begin(alone, prompt.tokens, decided, rule)
         more = GoneOn()
         while len(more.tokens) < ON - len(output):
             chunk = engine.step()

@@ -44,6 +44,7 @@ class Move:
     pin: bool
     cancel: tuple[str, int] | None
     on: bool
+    thinking: int | None
 
 
 moves = st.builds(
@@ -64,6 +65,7 @@ moves = st.builds(
     pin=st.sampled_from([*[False] * 5, True]),
     cancel=st.sampled_from([*[None] * 9, ("extend", 2), ("step", 1), ("step", 5)]),
     on=st.booleans(),
+    thinking=st.sampled_from([*[None] * 4, 0, 5, 20]),
 )
 
 
@@ -121,6 +123,7 @@ def run(server: Desk, program: list[Move]) -> None:
                 pin=move.pin,
                 cancel=move.cancel,
                 on=move.on,
+                thinking=move.thinking,
             ),
         )
         if isinstance(end, Finished):

@@ -11,7 +11,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from capserve.api import translate
-from capserve.api.body import Bodies
 from capserve.api.choices import ChoiceChunks, body_of
 from capserve.api.named import best_record, subject
 from capserve.api.relay import Prepared, Relay
@@ -19,7 +18,6 @@ from capserve.api.schemas import ChatRequest
 from capserve.api.sse import ReplyHead
 from capserve.api.state import ServerState
 from capserve.api.strict_json import parse_object
-from capserve.api.text_thread import TextThread
 from capserve.api.validation import validated
 from capserve.serving.turn import TurnRequest
 
@@ -30,7 +28,7 @@ def prepare(state: ServerState, body: bytes, request_id: str, caller: str) -> Pr
     request = validated(ChatRequest, raw)
     name = translate.served_name(request, state.model)
     sampling = translate.sampling(request, state.model)
-    sent = translate.conversation(request, raw)
+    sent = translate.conversation(request, raw, state.prompts)
     about = subject(request, sent, caller, state.transcripts, state.prompts)
     conversation = about.conversation
     translate.refuse_hopeless(conversation, state.tokenizer, state.model)
@@ -38,18 +36,21 @@ def prepare(state: ServerState, body: bytes, request_id: str, caller: str) -> Pr
     record = best_record(about, chain, state.transcripts)
     prompt = state.prompts.build(conversation, record, chain, state.model.max_model_len)
     room = translate.output_room(request, len(prompt.tokens), state.model, state.limits)
-    tools, in_reasoning = conversation.tools, prompt.starts_in_reasoning
-    grammar = state.grammars.compile(translate.constraint(request, tools, in_reasoning))
+    tools = (*conversation.tools, *translate.deferred_tools(request, raw))
+    in_reasoning = prompt.starts_in_reasoning
+    demanded = translate.constraint(request, tools, in_reasoning)
+    has_form = demanded.demands()
+    output = translate.output_spec(request, tools, in_reasoning)
     turn = TurnRequest(
         request_id=request_id,
         namespace=about.namespace,
         prompt=prompt,
-        sampling=translate.without_end(request, sampling, grammar),
+        sampling=translate.without_end(request, sampling, has_form=has_form),
         max_output_tokens=room,
-        output=translate.output_spec(request, tools, in_reasoning),
+        output=output,
         pin=request.flashrt_pin_prefix,
         session_id=request.session_id,
-        grammar=grammar,
+        thinking=translate.thinking(request, output, state.tokenizer),
     )
     options = request.stream_options
     shows_ids = bool(request.return_token_ids)
@@ -72,6 +73,7 @@ def prepare(state: ServerState, body: bytes, request_id: str, caller: str) -> Pr
         bool(request.stream),
         ChoiceChunks(head, token_bytes, len(turns)),
         lambda replies: body_of(head, token_bytes, replies),
+        (lambda: state.grammars.compile(demanded)) if has_form else None,
     )
 
 
@@ -90,10 +92,9 @@ def choices(turn: TurnRequest, count: int) -> tuple[TurnRequest, ...]:
     return (turn, *others)
 
 
-def router(state: ServerState, bodies: Bodies, text: TextThread) -> APIRouter:
-    """The route, over the app's own body counter and text thread."""
+def router(relay: Relay) -> APIRouter:
+    """The route, over the app's own relay."""
     routes = APIRouter()
-    relay = Relay(state, bodies, text)
 
     @routes.post("/v1/chat/completions")
     async def chat_completions(request: Request) -> Response:

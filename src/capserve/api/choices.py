@@ -71,6 +71,9 @@ class ChoiceChunks:
 
     heartbeat = HEARTBEAT
 
+    def opening(self) -> bytes:
+        return b"".join(encode(chunk) for chunks in self._chunks for chunk in chunks.opening())
+
     def cut(self, error: CapserveError) -> bytes:
         return encode(error_body(error))
 

@@ -20,14 +20,12 @@ from starlette.responses import Response
 
 from capserve.api import translate
 from capserve.api.auth import namespace
-from capserve.api.body import Bodies
 from capserve.api.completions_chunks import CompletionChunks, CompletionHead, body_of
 from capserve.api.errors import UnsupportedValueError
 from capserve.api.relay import Prepared, Relay
 from capserve.api.schemas import MAX_CHOICES, ChatRequest, Wire, refuse
 from capserve.api.state import ServerState
 from capserve.api.strict_json import parse_object, type_name
-from capserve.api.text_thread import TextThread
 from capserve.api.tokens import check_ids
 from capserve.api.validation import validated
 from capserve.engine.seam import MAX_TOP_LOGPROBS
@@ -124,7 +122,7 @@ def prepare(state: ServerState, body: bytes, request_id: str, caller: str) -> Pr
     request = validated(CompletionRequest, raw)
     chat = _settings(request, raw)
     name = translate.served_name(chat, state.model)
-    sampling = translate.without_end(chat, translate.sampling(chat, state.model), None)
+    sampling = translate.without_end(chat, translate.sampling(chat, state.model), has_form=False)
     texts: tuple[Text, ...] = request.prompt
     count = _choices(request, chat, len(texts))
     space = namespace(caller, chat.prompt_cache_key, chat.cache_salt)
@@ -227,10 +225,9 @@ def _said(prompt: Prompt) -> str:
     return message.content
 
 
-def router(state: ServerState, bodies: Bodies, text: TextThread) -> APIRouter:
-    """The route, over the app's own body counter and text thread."""
+def router(relay: Relay) -> APIRouter:
+    """The route, over the app's own relay."""
     routes = APIRouter()
-    relay = Relay(state, bodies, text)
 
     @routes.post("/v1/completions")
     async def completions(request: Request) -> Response:

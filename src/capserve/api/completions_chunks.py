@@ -111,6 +111,9 @@ class CompletionChunks:
 
     heartbeat = HEARTBEAT
 
+    def opening(self) -> bytes:
+        return b""  # a chunk of this protocol is text
+
     def cut(self, error: CapserveError) -> bytes:
         return encode(error_body(error))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import secrets
 from dataclasses import replace
+from typing import Any
 
 import orjson
 from fastapi import APIRouter
@@ -24,17 +25,15 @@ from capserve.api.middleware import caller_of, request_id_of
 from capserve.api.relay import Prepared, Relay
 from capserve.api.state import ServerState
 from capserve.api.strict_json import parse_object
-from capserve.api.text_thread import TextThread
 from capserve.api.validation import validated
-from capserve.errors import InvalidRequestError
+from capserve.text.grammar import Grammar
 
 
 def prepare(state: ServerState, body: bytes, request_id: str, caller: str) -> Prepared:
     """As `relay.Prepare`."""
     raw = parse_object(body)
     request = validated(MessagesRequest, raw)
-    with own_words(request):
-        ready = chat.prepare(state, _written(chat_body(request, raw)), request_id, caller)
+    ready = _prepared_as_chat(request, raw, state, request_id, caller)
     (turn,) = ready.turns
     prompt = turn.prompt
     head = MessageHead(
@@ -49,36 +48,32 @@ def prepare(state: ServerState, body: bytes, request_id: str, caller: str) -> Pr
     return replace(ready, chunks=MessageChunks(head), body=lambda replies: body_of(head, replies))
 
 
-def count(state: ServerState, body: bytes, request_id: str, caller: str) -> int:
-    """Tokens of the prompt that the same request to `/v1/messages` would have."""
+def prepare_count(state: ServerState, body: bytes, request_id: str, caller: str) -> Prepared:
+    """The same request to `/v1/messages`, whose prompt is to be counted."""
     raw = parse_object(body)
-    request = validated(CountRequest, raw)
-    asked = chat_body(request, raw)
-    asked.pop("max_tokens", None)  # not a field of this request, and so not to be checked
-    try:
+    raw.pop("max_tokens", None)  # not a field of this request, and so not to be checked
+    return _prepared_as_chat(validated(CountRequest, raw), raw, state, request_id, caller)
+
+
+def _prepared_as_chat(
+    request: CountRequest, raw: dict[str, Any], state: ServerState, request_id: str, caller: str
+) -> Prepared:
+    with own_words(request):
+        ready = chat.prepare(state, orjson.dumps(chat_body(request, raw)), request_id, caller)
+    compiled = ready.demand
+    if compiled is None:
+        return ready
+
+    def demand() -> Grammar | None:
         with own_words(request):
-            ready = chat.prepare(state, _written(asked), request_id, caller)
-    except RecursionError:
-        raise _too_deep() from None
-    return len(ready.turns[0].prompt.tokens)
+            return compiled()
+
+    return replace(ready, demand=demand)
 
 
-def _written(body: dict[str, object]) -> bytes:
-    try:
-        return orjson.dumps(body)
-    except orjson.JSONEncodeError:
-        # Everything in it came out of JSON: only its depth can be wrong.
-        raise _too_deep() from None
-
-
-def _too_deep() -> InvalidRequestError:
-    return InvalidRequestError("The request body has JSON that is nested too deeply.")
-
-
-def router(state: ServerState, bodies: Bodies, text: TextThread) -> APIRouter:
-    """The routes, over the app's own body counter and text thread."""
+def router(relay: Relay, bodies: Bodies) -> APIRouter:
+    """The routes, over the app's own relay and body counter."""
     routes = APIRouter()
-    relay = Relay(state, bodies, text)
 
     @routes.post("/v1/messages")
     async def messages(request: Request) -> Response:
@@ -88,7 +83,7 @@ def router(state: ServerState, bodies: Bodies, text: TextThread) -> APIRouter:
     async def count_tokens(request: Request) -> Response:
         request_id, caller = request_id_of(request.scope), caller_of(request.scope)
         async with bodies.read(request) as body:
-            tokens = await text.run(lambda: count(state, body, request_id, caller))
-        return json_response({"input_tokens": tokens})
+            ready, _ = await relay.prepared(prepare_count, body, request_id, caller)
+        return json_response({"input_tokens": len(ready.turns[0].prompt.tokens)})
 
     return routes

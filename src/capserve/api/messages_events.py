@@ -22,6 +22,7 @@ from capserve.errors import CapserveError
 from capserve.serving.lifecycle import FinishReason
 from capserve.serving.sinks import Reply
 from capserve.serving.turn import Delta, Failed, Finished, ToolCallDelta
+from capserve.text.channels import Channel, Text
 
 Json = dict[str, Any]
 
@@ -68,24 +69,27 @@ class MessageEvents:
 
     def delta(self, event: Delta) -> Iterator[Json]:
         """Events that together add `event`; beyond the head none when its text is held back."""
-        yield from self._begin()
-        if event.reasoning:
-            yield from self._enter("thinking", {"thinking": "", "signature": ""})
-            self._thought.update(event.reasoning.encode())
-            yield self._add({"type": "thinking_delta", "thinking": event.reasoning})
-        if event.content:
-            yield from self._enter("text", {"text": ""})
-            yield self._add({"type": "text_delta", "text": event.content})
-        for call in event.tool_calls:
-            yield from self._leave()
-            yield from self._enter(
-                "tool_use", {"id": wire_id(call), "name": call.name, "input": {}}
-            )
-            yield self._add({"type": "input_json_delta", "partial_json": call.arguments})
-            yield from self._leave()
+        yield from self.opening()
+        for part in event.parts:
+            match part:
+                case Text(Channel.REASONING, text):
+                    yield from self._enter("thinking", {"thinking": "", "signature": ""})
+                    self._thought.update(text.encode())
+                    yield self._add({"type": "thinking_delta", "thinking": text})
+                case Text(_, text):
+                    yield from self._enter("text", {"text": ""})
+                    yield self._add({"type": "text_delta", "text": text})
+                case call:
+                    yield from self._call(call)
+
+    def _call(self, call: ToolCallDelta) -> Iterator[Json]:
+        yield from self._leave()
+        yield from self._enter("tool_use", {"id": wire_id(call), "name": call.name, "input": {}})
+        yield self._add({"type": "input_json_delta", "partial_json": call.arguments})
+        yield from self._leave()
 
     def finished(self, event: Finished) -> Iterator[Json]:
-        yield from self._begin()
+        yield from self.opening()
         yield from self._leave()
         reason, stop = _REASONS[event.reason], None
         if event.reason is FinishReason.STOP and event.stop_string is not None:
@@ -103,7 +107,8 @@ class MessageEvents:
         body = messages_error_body(event.error, self._head.request_id)
         return body | {"capserve": self._metrics(event)}
 
-    def _begin(self) -> Iterator[Json]:
+    def opening(self) -> Iterator[Json]:
+        """The message's head, once."""
         if self._begun:
             return
         self._begun = True
@@ -179,6 +184,9 @@ class MessageChunks:
         self._request_id = head.request_id
 
     heartbeat = PING
+
+    def opening(self) -> bytes:
+        return b"".join(map(encode, self._events.opening()))
 
     def cut(self, error: CapserveError) -> bytes:
         return encode(messages_error_body(error, self._request_id))

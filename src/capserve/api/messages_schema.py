@@ -52,20 +52,30 @@ class ToolUse:
 
 
 @dataclass(frozen=True, slots=True)
+class ToolReference:
+    """In the result of a search for tools: one of the request's tools, shown from here on."""
+
+    name: str
+    mark: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class ToolResult:
     tool_use_id: str
     text: str
     is_error: bool = False
     mark: bool = False
+    references: tuple[str, ...] = ()
 
 
-Block = Text | Thinking | ToolUse | ToolResult
+Block = Text | Thinking | ToolUse | ToolReference | ToolResult
 
 _KINDS = {
     "user": ("text", "tool_result"),
     "assistant": ("text", "thinking", "redacted_thinking", "tool_use"),
     "system": ("text",),
 }
+_IN_RESULTS = ("text", "tool_reference")
 
 
 def _content(value: object, info: ValidationInfo) -> tuple[Block, ...]:
@@ -116,13 +126,15 @@ def _block(block: object, kinds: tuple[str, ...], at: str) -> Block | None:
                 raise refuse(f"must be an object, got {type_name(value)}", f"{at}.input")
             name, call_id = _string(block, "name", at), _string(block, "id", at)
             return ToolUse(call_id, name, value, _mark(block, at))
+        case "tool_reference":
+            return ToolReference(_string(block, "tool_name", at), _mark(block, at))
         case _:
             return _tool_result(block, at)
 
 
 def _tool_result(block: dict[str, Any], at: str) -> ToolResult:
     content = block.get("content")
-    inner = () if content is None else _blocks(content, ("text",), f"{at}.content")
+    inner = () if content is None else _blocks(content, _IN_RESULTS, f"{at}.content")
     is_error = block.get("is_error")
     if is_error is not None and not isinstance(is_error, bool):
         raise refuse(f"must be a boolean, got {quote(is_error)}", f"{at}.is_error")
@@ -131,7 +143,8 @@ def _tool_result(block: dict[str, Any], at: str) -> ToolResult:
         _string(block, "tool_use_id", at),
         "".join(part.text for part in texts),
         bool(is_error),
-        _mark(block, at) or any(part.mark for part in texts),
+        _mark(block, at) or any(part.mark for part in inner if not isinstance(part, Thinking)),
+        tuple(part.name for part in inner if isinstance(part, ToolReference)),
     )
 
 
@@ -175,6 +188,8 @@ class Tool(Wire):
     description: str | None = None
     input_schema: dict[str, Any]
     strict: bool | None = None
+    defer_loading: bool | None = None
+    """Not shown until the result of a tool refers to it."""
     cache_control: CacheMark = False
 
 

@@ -7,6 +7,7 @@ validated request.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -66,16 +67,21 @@ def chat_body(request: CountRequest, raw: Mapping[str, Any]) -> Json:
     body: Json = {key: raw[key] for key in SHARED_FIELDS if key in raw}
     body["model"] = request.model
     body["messages"] = _messages(request)
-    if request.tools:
-        body["tools"] = [_tool(tool) for tool in request.tools]
+    tools = _callable(request)
+    if tools:
+        body["tools"] = [_tool(tool) for tool in tools]
     if request.tool_choice is not None:
-        body |= _tool_choice(request.tool_choice, request.tools or ())
+        body |= _tool_choice(request.tool_choice, tools)
     # Without the field there is no thinking: a client that did not ask would not know the block.
     # An adaptive model decides for itself, as far as its template lets it.
     thinking = request.thinking
     if thinking is None or thinking.type != "adaptive":
         body["enable_thinking"] = thinking is not None and thinking.type == "enabled"
+    if thinking is not None and thinking.budget_tokens is not None:
+        body["thinking_budget"] = thinking.budget_tokens
     config = request.output_config
+    if config is not None and config.effort != "none":  # `thinking` alone turns it off here
+        body["reasoning_effort"] = config.effort
     form = (config.format if config else None) or request.output_format
     if form is not None:
         body["response_format"] = _response_format(form)
@@ -97,19 +103,27 @@ def own_words(request: CountRequest) -> Iterator[None]:
         raise
 
 
+def _callable(request: CountRequest) -> list[Tool]:
+    """The tools without those that nobody has looked up yet."""
+    results = (b for turn in request.messages for b in turn.content if isinstance(b, ToolResult))
+    found = {name for result in results for name in result.references}
+    return [tool for tool in request.tools or () if not tool.defer_loading or tool.name in found]
+
+
 def _messages(request: CountRequest) -> list[Json]:
     messages: list[Json] = []
+    tools = {tool.name: tool for tool in request.tools or ()}
     if request.system:
         messages.append(_text("system", request.system))
     calls: set[str] = set()
     for i, turn in enumerate(request.messages):
-        messages += _turn(turn, calls, f"messages[{i}]")
+        messages += _turn(turn, calls, tools, f"messages[{i}]")
     if request.cache_control:
         messages[-1]["cache_control"] = _MARK
     return messages
 
 
-def _turn(turn: Turn, calls: set[str], at: str) -> list[Json]:
+def _turn(turn: Turn, calls: set[str], tools: Mapping[str, Tool], at: str) -> list[Json]:
     """The chat messages of one turn. `calls`: the ids of all calls before it, to which its own
     are added."""
     if turn.role == "assistant":
@@ -131,7 +145,7 @@ def _turn(turn: Turn, calls: set[str], at: str) -> list[Json]:
         if texts:
             messages.append(_text(turn.role, texts))
             texts = []
-        messages.append(_result(block))
+        messages.append(_result(block, tools))
     if texts or not messages:
         messages.append(_text(turn.role, texts))
     return messages
@@ -160,8 +174,13 @@ def _assistant(blocks: Sequence[Block]) -> Json:
     return _marked(message, calls)
 
 
-def _result(block: ToolResult) -> Json:
+def _result(block: ToolResult, tools: Mapping[str, Tool]) -> Json:
+    """A reference becomes the definition that it stands for, in the words of a tool list: shown
+    here and not in the list, it leaves all that was read before as it is."""
     text = block.text
+    if block.references:
+        shown = [_definition(tools.get(name), name) for name in block.references]
+        text += "\n".join(["<tools>", *shown, "</tools>"])
     if block.is_error and not text.lstrip("<").lower().startswith(("error", "tool_use_error")):
         # The template has no word for it; most agents say it in the text as well.
         text = f"Error: {text}"
@@ -176,6 +195,15 @@ def _marked(message: Json, blocks: Sequence[Text | ToolUse | ToolResult]) -> Jso
     return message
 
 
+def _definition(tool: Tool | None, name: str) -> str:
+    """A tool that has gone since it was found must not spoil the conversation."""
+    if tool is None:
+        return f"{name} is not available any more."
+    shown = {**_tool(tool)}
+    shown.pop("defer_loading", None)
+    return json.dumps(shown, ensure_ascii=False)
+
+
 def _tool(tool: Tool) -> Json:
     function: Json = {"name": tool.name}
     if tool.description is not None:
@@ -183,7 +211,8 @@ def _tool(tool: Tool) -> Json:
     function["parameters"] = tool.input_schema
     if tool.strict is not None:
         function["strict"] = tool.strict
-    return {"type": "function", "function": function}
+    deferred = {"defer_loading": True} if tool.defer_loading else {}
+    return {"type": "function", "function": function, **deferred}
 
 
 def _tool_choice(choice: ToolChoice, tools: Sequence[Tool]) -> Json:

@@ -1,6 +1,7 @@
 """What happens to a request that asks for a turn, from bytes to bytes, whatever its protocol?
 
-Read (event loop), prepare (text thread), submit (the worker's queue), relay (event loop). Every
+Read (event loop), prepare (text thread), compile what the reply has to keep to (grammar thread), if
+anything, submit (the worker's queue), relay (event loop). Every
 refusal up to and including `submit` is a real HTTP status; only what fails later is told inside the
 stream. While any of it runs, a client that leaves cancels its turn.
 
@@ -13,8 +14,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
+from typing import Protocol, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -32,6 +33,9 @@ from capserve.errors import CapserveError, InvalidRequestError
 from capserve.serving.metrics import rejected_before_submit
 from capserve.serving.sinks import FutureSink, Reply, StreamSink
 from capserve.serving.turn import CancelToken, Failed, ResultSink, TurnRequest, WorkItem
+from capserve.text.grammar import Grammar
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,14 @@ class Prepared:
     """The events of all choices as they go into a stream. One use."""
     body: Callable[[Sequence[Reply]], Json]
     """The plain reply, from every choice's own."""
+    demand: Callable[[], Grammar | None] | None = None
+    """Compiles the form that is demanded of every choice, and raises as `Prepare`; None when none
+    is. Large schemas take long: not on the text thread, where everybody waits."""
+
+    def under(self, grammar: Grammar | None) -> Prepared:
+        """With that done."""
+        turns = tuple(replace(turn, grammar=grammar) for turn in self.turns)
+        return replace(self, turns=turns, demand=None)
 
 
 class Prepare(Protocol):
@@ -61,10 +73,13 @@ class Prepare(Protocol):
 class Relay:
     """Answers requests over the app's own body counter and text thread."""
 
-    def __init__(self, state: ServerState, bodies: Bodies, text: TextThread) -> None:
+    def __init__(
+        self, state: ServerState, bodies: Bodies, text: TextThread, grammars: TextThread
+    ) -> None:
         self._state = state
         self._bodies = bodies
         self._text = text
+        self._grammars = grammars
 
     async def answer(self, request: Request, prepare: Prepare) -> Response:
         request_id, caller = request_id_of(request.scope), caller_of(request.scope)
@@ -72,9 +87,7 @@ class Relay:
             arrived_at = time.monotonic()
             departure = Departure(request.receive)
             try:
-                job = self._text.run(
-                    lambda: _prepared(prepare, self._state, body, request_id, caller)
-                )
+                job = self.prepared(prepare, body, request_id, caller)
                 ready, tokenize_ms = await departure.or_result(job)
             except BaseException as error:
                 departure.close()
@@ -85,18 +98,28 @@ class Relay:
         ask = _Ask(self._state, ready, arrived_at, tokenize_ms, departure)
         return ask.streamed() if ready.stream else await ask.whole()
 
+    async def prepared(
+        self, prepare: Prepare, body: bytes, request_id: str, caller: str
+    ) -> tuple[Prepared, float]:
+        """A request that is ready to be submitted, and the milliseconds that were worked on it."""
+        ready, ms = await self._text.run(
+            lambda: _timed(lambda: prepare(self._state, body, request_id, caller))
+        )
+        if (demand := ready.demand) is not None:
+            grammar, more_ms = await self._grammars.run(lambda: _timed(demand))
+            ready, ms = ready.under(grammar), ms + more_ms
+        return ready, ms
 
-def _prepared(
-    prepare: Prepare, state: ServerState, body: bytes, request_id: str, caller: str
-) -> tuple[Prepared, float]:
-    """What `prepare` made, and the milliseconds that it took."""
+
+def _timed(work: Callable[[], T]) -> tuple[T, float]:
+    """What `work` made, and the milliseconds that it took."""
     started = time.perf_counter()
     try:
-        ready = prepare(state, body, request_id, caller)
+        result = work()
     except RecursionError:
         # The parser's own bound on depth is above what rendering and comparing can follow.
         raise InvalidRequestError("The request body has JSON that is nested too deeply.") from None
-    return ready, (time.perf_counter() - started) * 1000
+    return result, (time.perf_counter() - started) * 1000
 
 
 @dataclass(frozen=True)

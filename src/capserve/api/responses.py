@@ -16,7 +16,6 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from capserve.api import translate
-from capserve.api.body import Bodies
 from capserve.api.errors import UnsupportedValueError
 from capserve.api.json_response import json_response
 from capserve.api.middleware import caller_of
@@ -41,6 +40,7 @@ from capserve.api.validation import validated
 from capserve.engine.seam import Sampling
 from capserve.errors import InvalidRequestError
 from capserve.serving.turn import TurnRequest
+from capserve.text.grammar import Grammar
 
 MAX_PAGE = 100
 """Items of one page, as the protocol has it."""
@@ -73,7 +73,7 @@ class Responses:
             chat = _in_the_same_namespace(chat, previous)
         history = [] if previous is None else previous.items()
         items = [*read_items(history, "previous_response_id"), *read_items(sent)]
-        asked = conversation(request.instructions, items, tools, chat)
+        asked = conversation(request.instructions, items, tools, chat, state.prompts)
         with own_words(tools):
             about = subject(chat, asked, caller, state.transcripts, state.prompts)
             translate.refuse_hopeless(asked, state.tokenizer, state.model)
@@ -84,7 +84,13 @@ class Responses:
             in_reasoning = prompt.starts_in_reasoning
             output = translate.output_spec(chat, asked.tools, in_reasoning)
             demanded = translate.constraint(chat, asked.tools, in_reasoning)
-            grammar = state.grammars.compile(demanded)
+            has_form = demanded.demands()
+            thinking = translate.thinking(chat, output, state.tokenizer)
+
+        def demand() -> Grammar | None:
+            with own_words(tools):
+                return state.grammars.compile(demanded)
+
         turn = TurnRequest(
             request_id=request_id,
             namespace=about.namespace,
@@ -93,7 +99,7 @@ class Responses:
             max_output_tokens=room,
             output=output,
             pin=chat.flashrt_pin_prefix,
-            grammar=grammar,
+            thinking=thinking,
         )
         keeps = request.store is not False
         input_json = orjson.dumps([*history, *map(_listed, sent)]) if keeps else b""
@@ -116,6 +122,7 @@ class Responses:
             bool(chat.stream),
             ResponseChunks(events),
             lambda replies: body_of(events, replies),
+            demand if has_form else None,
         )
 
     def _sent(self, request: ResponsesRequest, caller: str) -> tuple[Stored | None, list[Any]]:
@@ -192,10 +199,9 @@ def _echo(
     }
 
 
-def router(state: ServerState, bodies: Bodies, text: TextThread) -> APIRouter:
-    """The routes, over the app's own body counter and text thread, and a store of their own."""
+def router(relay: Relay, text: TextThread) -> APIRouter:
+    """The routes, over the app's own relay and text thread, and a store of their own."""
     routes = APIRouter()
-    relay = Relay(state, bodies, text)
     store = ResponseStore()
     prepare = Responses(store)
 

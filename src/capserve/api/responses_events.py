@@ -21,6 +21,7 @@ from capserve.errors import CapserveError
 from capserve.serving.lifecycle import FinishReason
 from capserve.serving.sinks import Reply
 from capserve.serving.turn import Delta, Failed, Finished, ToolCallDelta
+from capserve.text.channels import Channel, Text
 
 Kind = Literal["reasoning", "message"]
 
@@ -29,6 +30,9 @@ _PARTS: dict[Kind, tuple[str, str]] = {
     "message": ("msg", "output_text"),
 }
 """Item -> the head of its id, and the type of its one part."""
+
+
+_KINDS: dict[Channel, Kind] = {Channel.REASONING: "reasoning", Channel.CONTENT: "message"}
 
 
 def new_id(head: str) -> str:
@@ -63,17 +67,17 @@ class ResponseEvents:
 
     def delta(self, event: Delta) -> Iterator[Json]:
         """Events that together add `event`."""
-        yield from self._begin()
-        if event.reasoning:
-            yield from self._say("reasoning", event.reasoning)
-        if event.content:
-            yield from self._say("message", event.content)
-        for call in event.tool_calls:
-            yield from self._call(call)
+        yield from self.opening()
+        for part in event.parts:
+            match part:
+                case Text(channel, text):
+                    yield from self._say(_KINDS[channel], text)
+                case call:
+                    yield from self._call(call)
 
     def finished(self, event: Finished) -> Iterator[Json]:
         """The end of the last item, and of the response."""
-        yield from self._begin()
+        yield from self.opening()
         whole = event.reason is not FinishReason.LENGTH
         status = "completed" if whole else "incomplete"
         said = any(item["type"] != "reasoning" for item in self._output)
@@ -92,7 +96,7 @@ class ResponseEvents:
 
     def failed(self, error: CapserveError, event: Failed | None = None) -> Iterator[Json]:
         """The end of a response that has no good one."""
-        yield from self._begin()
+        yield from self.opening()
         yield from self._close("incomplete")
         body = self._response("failed")
         body["error"] = {"code": _error_code(error), "message": error.message}
@@ -165,7 +169,8 @@ class ResponseEvents:
 
     # -- the response ------------------------------------------------------------------------
 
-    def _begin(self) -> Iterator[Json]:
+    def opening(self) -> Iterator[Json]:
+        """The response before it has any output, once."""
         if self._opened:
             return
         self._opened = True
@@ -237,6 +242,9 @@ class ResponseChunks:
         self._events = events
 
     heartbeat = HEARTBEAT
+
+    def opening(self) -> bytes:
+        return b"".join(map(encode, self._events.opening()))
 
     def cut(self, error: CapserveError) -> bytes:
         return b"".join(map(encode, self._events.failed(error)))

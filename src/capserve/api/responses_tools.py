@@ -155,9 +155,54 @@ def choice(sent: object, table: Offered) -> object:
             )
         shown = table.shown(name, namespace if isinstance(namespace, str) else None)
         return {"type": "function", "function": {"name": shown}}
+    if isinstance(sent, Mapping) and sent.get("type") == "allowed_tools":
+        return _allowed(sent, table)
     if isinstance(sent, Mapping):
         raise UnsupportedValueError(
-            f"tool_choice.type must be 'function' or 'custom', got {quote(sent.get('type'))}.",
+            "tool_choice.type must be 'function', 'custom' or 'allowed_tools', "
+            f"got {quote(sent.get('type'))}.",
             param="tool_choice.type",
         )
     return sent
+
+
+def _allowed(sent: Mapping[str, Any], table: Offered) -> object:
+    """`allowed_tools` in the chat's form. Those that nothing here runs were left out already."""
+    mode, tools = sent.get("mode"), sent.get("tools")
+    if mode not in ("auto", "required"):
+        raise InvalidRequestError(
+            f"tool_choice.mode must be 'auto' or 'required', got {quote(mode)}.",
+            param="tool_choice.mode",
+        )
+    if not isinstance(tools, list) or not 1 <= len(tools) <= MAX_TOOLS:
+        got = f"{len(tools)} items" if isinstance(tools, list) else type_name(tools)
+        raise InvalidRequestError(
+            f"tool_choice.tools must be an array of 1 to {MAX_TOOLS} items, got {got}.",
+            param="tool_choice.tools",
+        )
+    names = []
+    for i, tool in enumerate(tools):
+        at = f"tool_choice.tools[{i}]"
+        kind = _kind(tool, at)
+        if isinstance(kind, str) and kind in HOSTED_TOOLS:
+            continue
+        name, namespace = tool.get("name"), tool.get("namespace")
+        shown = ""
+        if kind in ("function", "custom") and isinstance(name, str):
+            shown = table.shown(name, namespace if isinstance(namespace, str) else None)
+        if shown not in table.names:
+            raise InvalidRequestError(
+                f"{at} must be one of the {len(table.tools)} tools, by its type and name; got "
+                f"{quote(name)} of type {quote(kind)}.",
+                param=at,
+            )
+        names.append({"type": "function", "function": {"name": shown}})
+    if not names:
+        if mode == "required":
+            raise InvalidRequestError(
+                f"tool_choice demands a call, and nothing here runs any of the {len(tools)} tools "
+                "that it allows.",
+                param="tool_choice.tools",
+            )
+        return "none"
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": names}}

@@ -28,6 +28,7 @@ from capserve.api.schemas import ChatRequest
 from capserve.api.validation import validated
 from capserve.errors import InvalidRequestError
 from capserve.text.messages import Conversation, Message, ToolCall
+from capserve.text.prompt import PromptBuilder
 
 Json = dict[str, Any]
 
@@ -51,6 +52,7 @@ SHARED = (
     "store",
     "stream",
     "temperature",
+    "thinking_budget",
     "top_k",
     "top_p",
     "user",
@@ -128,7 +130,11 @@ class _Reply:
 
 
 def conversation(
-    instructions: str | None, items: Iterable[Item], tools: Offered, chat: ChatRequest
+    instructions: str | None,
+    items: Iterable[Item],
+    tools: Offered,
+    chat: ChatRequest,
+    prompts: PromptBuilder,
 ) -> Conversation:
     """The conversation to render. `instructions` are its first system message."""
     messages = [Message("system", instructions)] if instructions else []
@@ -167,7 +173,8 @@ def conversation(
                 raise AssertionError("references are replaced before")
     close()
     # Tools and switches as chat has them, whose one message only stood in for these.
-    frame = translate.conversation(chat, {"messages": list(_NO_MESSAGES), "tools": tools.tools})
+    stand_in = {"messages": list(_NO_MESSAGES), "tools": tools.tools}
+    frame = translate.conversation(chat, stand_in, prompts)
     return replace(frame, messages=tuple(messages))
 
 

@@ -43,6 +43,14 @@ class NamedFunction:
     name: str
 
 
+@dataclass(frozen=True, slots=True)
+class AllowedTools:
+    """A `tool_choice` that names the functions that may be called."""
+
+    mode: Literal["auto", "required"]
+    names: tuple[str, ...]
+
+
 def refuse(message: str, at: str = "", *, kind: str = "invalid_value") -> PydanticCustomError:
     """A refusal in our own words. `at` is appended to the field's path (`[1]`, `.type`).
 
@@ -135,20 +143,47 @@ def _tool_choice(value: object) -> object:
             "must be 'auto', 'none', 'required' or an object that names a function, "
             f"got {quote(value)}"
         )
-    if (kind := value.get("type")) != "function":
-        known = kind in ("allowed_tools", "custom")
+    if (kind := value.get("type")) == "allowed_tools":
+        return _allowed_tools(value.get("allowed_tools"))
+    if kind != "function":
         raise refuse(
-            f"must be 'function', got {quote(kind)}",
+            f"must be 'function' or 'allowed_tools', got {quote(kind)}",
             ".type",
-            kind="unsupported_value" if known else "invalid_value",
+            kind="unsupported_value" if kind == "custom" else "invalid_value",
         )
+    return NamedFunction(_function_name(value, ""))
+
+
+def _function_name(value: dict[str, Any], at: str) -> str:
     function = value.get("function")
     if not isinstance(function, dict):
-        raise refuse(f"must be an object, got {type_name(function)}", ".function")
+        raise refuse(f"must be an object, got {type_name(function)}", f"{at}.function")
     name = function.get("name")
     if not isinstance(name, str):
-        raise refuse(f"must be a string, got {type_name(name)}", ".function.name")
-    return NamedFunction(name)
+        raise refuse(f"must be a string, got {type_name(name)}", f"{at}.function.name")
+    return name
+
+
+def _allowed_tools(value: object) -> AllowedTools:
+    at = ".allowed_tools"
+    if not isinstance(value, dict):
+        raise refuse(f"must be an object, got {type_name(value)}", at)
+    mode, tools = value.get("mode"), value.get("tools")
+    if mode not in ("auto", "required"):
+        raise refuse(f"must be 'auto' or 'required', got {quote(mode)}", f"{at}.mode")
+    if not isinstance(tools, list):
+        raise refuse(f"must be an array, got {type_name(tools)}", f"{at}.tools")
+    if not 1 <= len(tools) <= MAX_TOOLS:
+        raise refuse(f"must have 1 to {MAX_TOOLS} items, got {len(tools)}", f"{at}.tools")
+    names = []
+    for i, tool in enumerate(tools):
+        place = f"{at}.tools[{i}]"
+        if not isinstance(tool, dict):
+            raise refuse(f"must be an object, got {type_name(tool)}", place)
+        if tool.get("type") != "function":
+            raise refuse(f"must be 'function', got {quote(tool.get('type'))}", f"{place}.type")
+        names.append(_function_name(tool, place))
+    return AllowedTools("required" if mode == "required" else "auto", tuple(names))
 
 
 def _response_format(value: object) -> object:
@@ -278,6 +313,8 @@ class Tool(Wire):
 
     type: Literal["function"]
     function: ToolFunction
+    defer_loading: bool | None = None
+    """It may be called, but is not in the list that the model is shown."""
 
 
 class StreamOptions(Wire):
@@ -311,7 +348,8 @@ class ChatRequest(SamplingFields):
     messages: Annotated[list[ChatMessage], Field(min_length=1), FailFast(), _at_most(MAX_MESSAGES)]
     tools: Annotated[list[Tool] | None, FailFast(), _at_most(MAX_TOOLS)] = None
     tool_choice: Annotated[
-        Literal["auto", "none", "required"] | NamedFunction | None, PlainValidator(_tool_choice)
+        Literal["auto", "none", "required"] | NamedFunction | AllowedTools | None,
+        PlainValidator(_tool_choice),
     ] = None
     parallel_tool_calls: bool | None = None
     """False: the reply has one call at most, and ends with it."""
@@ -339,7 +377,9 @@ class ChatRequest(SamplingFields):
     response_format: Annotated[dict[str, Any] | None, PlainValidator(_response_format)] = None
     """None for text; a schema has `schema` and `strict`."""
     reasoning_effort: str | None = None
-    """'none' turns thinking off; other values are for models that have efforts."""
+    """'none' turns thinking off; others are for templates that know them."""
+    thinking_budget: int | None = Field(None, ge=-1)
+    """Most reasoning tokens of a reply; -1 is as many as it likes."""
     enable_thinking: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 

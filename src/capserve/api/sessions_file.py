@@ -21,6 +21,7 @@ from capserve.api.body import STALL_TIMEOUT_S, RequestTimeoutError
 from capserve.api.errors import UnsupportedMediaError
 from capserve.api.schemas import MAX_MESSAGES, ChatRequest
 from capserve.api.state import ServerState
+from capserve.api.strict_json import MAX_DEPTH, too_deep
 from capserve.api.validation import validated
 from capserve.errors import CapsuleError, InvalidRequestError, QueueFullError, TooLargeError
 from capserve.serving.misses import owner_of
@@ -28,6 +29,7 @@ from capserve.serving.sessions import intake
 from capserve.serving.sessions.bundle import PIECE_BYTES, read
 from capserve.serving.sessions.desk import record_at
 from capserve.serving.sessions.orders import Imported, ImportSession, SessionOrder
+from capserve.text.equivalence import nests_deeper
 from capserve.text.messages import Conversation, Message
 from capserve.text.prompt import PromptBuilder
 
@@ -147,5 +149,7 @@ def _refuse_unusable(conversation: Conversation, prompts: PromptBuilder) -> None
     probe = {"role": "user", "content": "q"}
     tools, switches = list(conversation.tools), conversation.template_kwargs
     fields = {"messages": [probe], "tools": tools, "chat_template_kwargs": switches}
+    if nests_deeper(fields, MAX_DEPTH):
+        raise too_deep("The session")
     validated(ChatRequest, fields)
     prompts.build(replace(conversation, messages=(Message("user", "q"),)))

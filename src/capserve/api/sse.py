@@ -15,7 +15,8 @@ import orjson
 
 from capserve.api.errors import error_body
 from capserve.engine.seam import TokenLogprob
-from capserve.serving.turn import Delta, Failed, Finished
+from capserve.serving.turn import Delta, Failed, Finished, ToolCallDelta
+from capserve.text.channels import Channel, Text
 
 Json = dict[str, Any]
 
@@ -67,16 +68,8 @@ class ChatChunks:
 
     def delta(self, event: Delta) -> Iterator[Json]:
         """Chunks that together add `event`; none when all of its text is held back."""
-        yield from self._open()
-        parts: list[Json] = []
-        if event.reasoning:
-            parts.append({"reasoning_content": event.reasoning})
-        if event.content:
-            parts.append({"content": event.content})
-        for call in event.tool_calls:
-            function = {"name": call.name, "arguments": call.arguments}
-            whole = {"index": call.index, "id": call.id, "type": "function", "function": function}
-            parts.append({"tool_calls": [whole]})
+        yield from self.opening()
+        parts = [_part(part) for part in event.parts]
         extras: Json = {}
         if self._head.logprobs and event.logprobs:
             content = [self._logprob(entry) for entry in event.logprobs]
@@ -96,7 +89,7 @@ class ChatChunks:
 
     def closing(self, event: Finished) -> Iterator[Json]:
         """The finish chunk alone."""
-        yield from self._open()
+        yield from self.opening()
         last = self._chunk({}, finish_reason=event.reason.value)
         last["capserve"] = self._metrics(event)
         yield last
@@ -115,7 +108,8 @@ class ChatChunks:
         extras: Json = {"seed": seed, "notes": list(self._head.notes)}
         return event.metrics.as_dict() | extras
 
-    def _open(self) -> Iterator[Json]:
+    def opening(self) -> Iterator[Json]:
+        """The role chunk, once."""
         if self._opened:
             return
         self._opened = True
@@ -158,6 +152,18 @@ class ChatChunks:
             "logprob": max(logprob, -9999.0),
             "bytes": list(raw),
         }
+
+
+def _part(part: Text | ToolCallDelta) -> Json:
+    match part:
+        case Text(Channel.REASONING, text):
+            return {"reasoning_content": text}
+        case Text(_, text):
+            return {"content": text}
+        case call:
+            function = {"name": call.name, "arguments": call.arguments}
+            whole = {"index": call.index, "id": call.id, "type": "function", "function": function}
+            return {"tool_calls": [whole]}
 
 
 def usage(first: Finished, *others: Finished) -> Json:

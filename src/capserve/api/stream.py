@@ -2,8 +2,8 @@
 
 Guarantees:
 
-  - Headers go out at once; a comment follows whenever nothing was sent for `heartbeat_s`, by the
-    clock, whatever the engine does.
+  - Headers and the reply's opening go out at once; a comment follows whenever nothing was sent for
+    `heartbeat_s`, by the clock, whatever the engine does.
   - A reply is complete if and only if `[DONE]` was sent. After an error event it is not: a client
     that does not know error events sees a stream cut short, never a short answer.
   - A connection that closes sets the turn's `CancelToken` at once, also while the turn is queued.
@@ -53,6 +53,10 @@ class Chunks(Protocol[E_in]):
     @property
     def heartbeat(self) -> bytes:
         """Sent when there was nothing else to send."""
+        ...
+
+    def opening(self) -> bytes:
+        """What can be said before the first event; `written` does not say it again."""
         ...
 
     def cut(self, error: CapserveError, /) -> bytes:
@@ -157,6 +161,8 @@ class EventStream(Response, Generic[E]):
                 await send(message)
             sent_at = clock()
 
+        if opening := self._chunks.opening():
+            await write(opening)
         while True:
             # Silence is counted from the last byte sent, not from the last event: while a long
             # call is written, many events come by that have nothing to show yet.

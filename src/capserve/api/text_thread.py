@@ -3,6 +3,7 @@
 On one thread of its own: parsing, validating, rendering and tokenizing a long history take
 milliseconds to seconds, and neither the event loop (`/health` must answer) nor the engine's thread
 may spend them. One thread, because the work is Python and would only fight over the interpreter.
+Grammars have another one of the kind: the largest take a second, and others need not wait for them.
 """
 
 from __future__ import annotations
@@ -20,11 +21,14 @@ T = TypeVar("T")
 class TextThread:
     """A bounded line of jobs in front of one thread. Used from the event loop only."""
 
-    def __init__(self, max_waiting: int) -> None:
-        """`max_waiting` jobs may wait or run at once; at least one."""
+    def __init__(
+        self, max_waiting: int, name: str = "capserve-text", what: str = "to be tokenized"
+    ) -> None:
+        """`max_waiting` jobs may wait or run at once; at least one. `what` they wait for."""
         assert max_waiting >= 1
-        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="capserve-text")
+        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
         self._max_waiting = max_waiting
+        self._what = what
         self._waiting = 0
 
     async def run(self, job: Callable[[], T]) -> T:
@@ -34,7 +38,7 @@ class TextThread:
         """
         if self._waiting >= self._max_waiting:
             raise QueueFullError(
-                f"{self._waiting} requests wait to be tokenized; {self._max_waiting} are the most.",
+                f"{self._waiting} requests wait {self._what}; {self._max_waiting} are the most.",
                 retry_after_s=1.0,
             )
         self._waiting += 1

@@ -65,7 +65,9 @@ def tokenized(state: ServerState, body: bytes) -> Json:
         chat = validated(ChatRequest, raw)
         translate.served_name(chat, state.model)
         most = MOST_CONTEXTS * state.model.max_model_len
-        prompt = state.prompts.build(translate.conversation(chat, raw), most_tokens=most)
+        prompt = state.prompts.build(
+            translate.conversation(chat, raw, state.prompts), most_tokens=most
+        )
         tokens = prompt.tokens.tolist()
         if request.add_generation_prompt is False and not prompt.continues_reply:
             tokens = tokens[: prompt.prompt_end]

@@ -11,10 +11,11 @@ import math
 import secrets
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from capserve.api.errors import ModelNotFoundError
 from capserve.api.schemas import (
+    AllowedTools,
     AssistantMessage,
     ChatMessage,
     ChatRequest,
@@ -28,25 +29,44 @@ from capserve.api.state import ModelInfo
 from capserve.engine.seam import Sampling
 from capserve.errors import ContextLengthError, InvalidRequestError
 from capserve.serving.limits import Limits
-from capserve.text.grammar import Constraint, Grammar
+from capserve.text.grammar_rules import Constraint
 from capserve.text.messages import Conversation, Message, ToolCall
 from capserve.text.output import OutputSpec
+from capserve.text.prompt import PromptBuilder
+from capserve.text.thinking import ThinkingBudget
 from capserve.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
+
+BUDGET = "thinking_budget"
+"""The name of the field, and of the switch by which some clients send it."""
 
 LEAST_TEMPERATURE = 1e-5
 """Below it a choice is greedy: scores over such a temperature lose what tells them apart."""
 
 
-def conversation(request: ChatRequest, body: Mapping[str, Any]) -> Conversation:
+def conversation(
+    request: ChatRequest, body: Mapping[str, Any], prompts: PromptBuilder
+) -> Conversation:
     """The conversation to render. Tool definitions come from `body`, exactly as sent."""
-    tools = tuple(body["tools"]) if request.tools else ()
+    tools = _tools(request, body, deferred=False)
     messages = tuple(
         _marked(_message(message), message.cache_control or _has_marked_part(sent))
         for message, sent in zip(request.messages, body["messages"], strict=True)
     )
-    return Conversation(messages, tools, _template_kwargs(request))
+    return Conversation(messages, tools, _template_kwargs(request, prompts))
+
+
+def deferred_tools(request: ChatRequest, body: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
+    """Tools that may be called but are not shown at the head: the messages say what they are."""
+    return _tools(request, body, deferred=True)
+
+
+def _tools(
+    request: ChatRequest, body: Mapping[str, Any], *, deferred: bool
+) -> tuple[Mapping[str, Any], ...]:
+    pairs = zip(request.tools or (), body.get("tools") or (), strict=True)
+    return tuple(sent for tool, sent in pairs if bool(tool.defer_loading) == deferred)
 
 
 def _has_marked_part(sent: Mapping[str, Any]) -> bool:
@@ -83,15 +103,38 @@ def _message(message: ChatMessage) -> Message:
             )
 
 
-def _template_kwargs(request: ChatRequest) -> dict[str, Any] | None:
-    """`chat_template_kwargs` wins over `enable_thinking`, which wins over `reasoning_effort`."""
+def _template_kwargs(request: ChatRequest, prompts: PromptBuilder) -> dict[str, Any] | None:
+    """`chat_template_kwargs` wins over `enable_thinking`, which wins over `reasoning_effort`.
+
+    A budget is no switch, unless the template asks for it: it must not keep apart histories that
+    are rendered alike.
+    """
     kwargs: dict[str, Any] = {}
     if request.reasoning_effort == "none":
         kwargs["enable_thinking"] = False
     if request.enable_thinking is not None:
         kwargs["enable_thinking"] = request.enable_thinking
+    if request.thinking_budget is not None and prompts.knows(BUDGET):
+        kwargs[BUDGET] = request.thinking_budget
     kwargs |= request.chat_template_kwargs or {}
-    return kwargs or None
+    if not prompts.knows(BUDGET):
+        kwargs.pop(BUDGET, None)
+    return prompts.switches(kwargs, request.reasoning_effort) or None
+
+
+def thinking(request: ChatRequest, spec: OutputSpec, tokenizer: Tokenizer) -> ThinkingBudget | None:
+    """How long the reply may think; None: as long as it likes. Raises InvalidRequestError."""
+    sent = request.chat_template_kwargs or {}
+    most = request.thinking_budget
+    if (switch := sent.get(BUDGET)) is not None:
+        if isinstance(switch, bool) or not isinstance(switch, int) or switch < -1:
+            raise InvalidRequestError(
+                f"chat_template_kwargs.{BUDGET} must be an integer of at least -1, "
+                f"got {quote(switch)}.",
+                param=f"chat_template_kwargs.{BUDGET}",
+            )
+        most = switch
+    return None if most is None or most < 0 else ThinkingBudget(tokenizer, spec, most)
 
 
 def output_spec(
@@ -115,8 +158,18 @@ def constraint(
     Raises InvalidRequestError for a demanded call that no tool can answer.
     """
     choice = request.tool_choice
-    named = choice.name if isinstance(choice, NamedFunction) else None
-    if choice == "required" and not tools:
+    named: str | None = None
+    allowed: tuple[str, ...] | None = None
+    mode: Literal["none", "auto", "required"] = "auto"
+    match choice:
+        case NamedFunction(name):
+            named = name
+        case AllowedTools():
+            _check_names(choice, tools)
+            mode, allowed = choice.mode, choice.names
+        case str():
+            mode = choice
+    if mode == "required" and not tools:
         raise InvalidRequestError(
             "tool_choice demands a call, and the request has 0 tools.", param="tool_choice"
         )
@@ -128,12 +181,24 @@ def constraint(
         )
     return Constraint(
         tools=tools,
-        choice="auto" if choice is None or isinstance(choice, NamedFunction) else choice,
+        choice=mode,
         function=named,
+        allowed=allowed,
         parallel=request.parallel_tool_calls is not False,
         response_format=request.response_format,
         starts_in_reasoning=in_reasoning,
     )
+
+
+def _check_names(allowed: AllowedTools, tools: tuple[Mapping[str, Any], ...]) -> None:
+    known = set(map(_function_name, tools))
+    for i, name in enumerate(allowed.names):
+        if name not in known:
+            param = f"tool_choice.allowed_tools.tools[{i}].function.name"
+            raise InvalidRequestError(
+                f"{param} must be the name of one of the {len(tools)} tools, got {quote(name)}.",
+                param=param,
+            )
 
 
 def _function_name(tool: Mapping[str, Any]) -> object:
@@ -188,12 +253,13 @@ def sampling(request: ChatRequest, model: ModelInfo) -> Sampling:
     )
 
 
-def without_end(request: ChatRequest, sampling: Sampling, grammar: Grammar | None) -> Sampling:
+def without_end(request: ChatRequest, sampling: Sampling, *, has_form: bool) -> Sampling:
     """`sampling` with what `ignore_eos` changes: no end token is ever chosen.
 
-    Under a grammar nothing changes: where it is complete, an end token is all that may follow.
+    Where a form is demanded nothing changes: when it is complete, an end token is all that may
+    follow.
     """
-    if not request.ignore_eos or grammar is not None:
+    if not request.ignore_eos or has_form:
         return sampling
     bias = dict(sampling.logit_bias) | dict.fromkeys(sampling.end_tokens, -math.inf)
     return replace(sampling, logit_bias=tuple(sorted(bias.items())))

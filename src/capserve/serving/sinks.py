@@ -15,25 +15,14 @@ import asyncio
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-from capserve.serving.turn import CancelToken, Delta, Failed, Finished, TurnEvent
+from capserve.serving.turn import CancelToken, Delta, Failed, Finished, TurnEvent, merged
 
 MAX_WAITING_EVENTS = 64
 """Beyond it deltas merge: a reader this far behind gains nothing from finer pieces."""
-
-
-def merged(deltas: Sequence[Delta]) -> Delta:
-    """What several deltas in a row add up to."""
-    return Delta(
-        content="".join(delta.content for delta in deltas),
-        reasoning="".join(delta.reasoning for delta in deltas),
-        tool_calls=tuple(call for delta in deltas for call in delta.tool_calls),
-        tokens=tuple(token for delta in deltas for token in delta.tokens),
-        logprobs=tuple(entry for delta in deltas for entry in delta.logprobs),
-    )
 
 
 @dataclass(frozen=True)

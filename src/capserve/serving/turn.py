@@ -8,18 +8,21 @@ exactly one terminal event. `deliver` never blocks.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Protocol
 
 from capserve.engine.seam import Sampling, TokenLogprob
 from capserve.errors import CapserveError
 from capserve.serving.lifecycle import FinishReason
 from capserve.serving.metrics import TurnMetrics
+from capserve.text.channels import Channel, Text
 from capserve.text.grammar import Grammar
 from capserve.text.messages import Message
 from capserve.text.output import OutputSpec
 from capserve.text.prompt import Prompt
+from capserve.text.thinking import ThinkingBudget
 
 
 class TurnCancelledError(CapserveError):
@@ -82,17 +85,8 @@ class TurnRequest:
     """The session that goes on, whatever its journal holds; None: the one whose journal it is."""
     grammar: Grammar | None = None
     """What the reply must keep to; None: nothing."""
-
-
-@dataclass(frozen=True, slots=True)
-class Delta:
-    """What one committed chunk adds to the reply. All parts may be empty (a half tag is held)."""
-
-    content: str = ""
-    reasoning: str = ""
-    tool_calls: tuple[ToolCallDelta, ...] = ()
-    tokens: tuple[int, ...] = ()
-    logprobs: tuple[TokenLogprob, ...] = ()
+    thinking: ThinkingBudget | None = None
+    """How long it may think; None: as long as it likes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +97,68 @@ class ToolCallDelta:
     id: str
     name: str
     arguments: str
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What one committed chunk adds to the reply."""
+
+    parts: tuple[Text | ToolCallDelta, ...] = ()
+    """In the reply's order: text may come behind a call. None while a half tag is held."""
+    tokens: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+
+    @classmethod
+    def of(
+        cls,
+        content: str = "",
+        reasoning: str = "",
+        tool_calls: tuple[ToolCallDelta, ...] = (),
+        tokens: tuple[int, ...] = (),
+        logprobs: tuple[TokenLogprob, ...] = (),
+    ) -> Delta:
+        """Parts in the usual order: thoughts, words, calls."""
+        texts = (Text(Channel.REASONING, reasoning), Text(Channel.CONTENT, content))
+        said = tuple(text for text in texts if text.text)
+        return cls((*said, *tool_calls), tokens, logprobs)
+
+    @property
+    def content(self) -> str:
+        return self._text(Channel.CONTENT)
+
+    @property
+    def reasoning(self) -> str:
+        return self._text(Channel.REASONING)
+
+    @property
+    def tool_calls(self) -> tuple[ToolCallDelta, ...]:
+        return tuple(part for part in self.parts if isinstance(part, ToolCallDelta))
+
+    def _text(self, channel: Channel) -> str:
+        texts = (part for part in self.parts if isinstance(part, Text))
+        return "".join(text.text for text in texts if text.channel is channel)
+
+
+def merged(deltas: Sequence[Delta]) -> Delta:
+    """What several deltas in a row add up to."""
+    return Delta(
+        parts=tuple(_joined(part for delta in deltas for part in delta.parts)),
+        tokens=tuple(token for delta in deltas for token in delta.tokens),
+        logprobs=tuple(entry for delta in deltas for entry in delta.logprobs),
+    )
+
+
+def _joined(parts: Iterable[Text | ToolCallDelta]) -> Iterator[Text | ToolCallDelta]:
+    """Texts of one channel that follow one another become one."""
+    for channel, run in groupby(parts, _channel):
+        if channel is None:
+            yield from run
+        else:
+            yield Text(channel, "".join(part.text for part in run if isinstance(part, Text)))
+
+
+def _channel(part: Text | ToolCallDelta) -> Channel | None:
+    return part.channel if isinstance(part, Text) else None
 
 
 @dataclass(frozen=True)

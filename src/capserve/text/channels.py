@@ -6,6 +6,7 @@ can't be the head of a mark. The pieces depend on the characters alone, never on
 
 from __future__ import annotations
 
+import copy
 import re
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -91,6 +92,23 @@ class ChannelSplitter:
     @property
     def in_reasoning(self) -> bool:
         return self._state is State.REASONING and self._reader is None
+
+    @property
+    def before_content(self) -> bool:
+        """Nothing of the content was written yet: a think block may open."""
+        return self._state is State.START
+
+    @property
+    def may_reason(self) -> bool:
+        """Reasoning goes on here, or may begin."""
+        return self.before_content or self._state is State.REASONING
+
+    def copy(self) -> ChannelSplitter:
+        """One that goes on from here by itself."""
+        twin = copy.copy(self)
+        if self._reader is not None:
+            twin._reader = self._reader.copy()
+        return twin
 
     def feed(self, text: str) -> list[Piece]:
         self._buffer += text

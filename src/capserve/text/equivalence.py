@@ -22,6 +22,10 @@ DIGEST_BYTES = 16
 
 _CANONICAL = json.JSONEncoder(sort_keys=True, ensure_ascii=False).encode
 
+MAX_ARGUMENT_DEPTH = 240
+"""Levels of nesting in a call's arguments: as many as a request may have. Python's own recursion
+ends somewhere below 1,000, a little elsewhere on each thread, and all must read them alike."""
+
 BILLING_LINE = re.compile(
     r"\A\s*x-anthropic-billing-header:(?:[ \t]*[\w.-]+=[^;\s]*;?)*[ \t]*(?:\r?\n)*"
 )
@@ -106,7 +110,7 @@ def _arguments_meaning(call: ToolCall) -> str:
 
 
 def parse_arguments(text: str) -> dict[str, Any] | None:
-    """The object that a call's arguments stand for, or None when they are none.
+    """The object that a call's arguments stand for, or None when they are none, or too deep.
 
     Nothing at all ("", whitespace, `null`) is a call without arguments. Whole floats become
     integers, as every JavaScript client writes them back.
@@ -122,7 +126,23 @@ def parse_arguments(text: str) -> dict[str, Any] | None:
         return None
     if value is None:
         return {}
-    return value if isinstance(value, dict) else None
+    if not isinstance(value, dict):
+        return None
+    # Few arguments have as many brackets as that, and fewer are looked through.
+    brackets = text.count("{") + text.count("[")
+    deep = brackets > MAX_ARGUMENT_DEPTH and nests_deeper(value, MAX_ARGUMENT_DEPTH)
+    return None if deep else value
+
+
+def nests_deeper(value: object, levels: int) -> bool:
+    """Whether JSON is nested more than `levels` deep. Without recursion: it may be any depth."""
+    layer: list[Any] = [value]
+    for _ in range(levels + 1):
+        boxes = [box for box in layer if isinstance(box, dict | list)]
+        if not boxes:
+            return False
+        layer = [v for box in boxes for v in (box.values() if isinstance(box, dict) else box)]
+    return True
 
 
 def _number(text: str) -> float | int:

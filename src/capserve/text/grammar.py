@@ -1,6 +1,6 @@
 """Which tokens may come next, so that the reply keeps what the request demands of its form?
 
-`Constraint` says what is demanded; `GrammarCompiler` turns it into a `Grammar`, or refuses it in
+`grammar_rules` says what is demanded; `GrammarCompiler` turns it into a `Grammar`, or refuses it in
 bounded time; `Grammar.matcher` follows one reply token by token. The grammar is over the reply's
 bytes: how they are cut into tokens is the model's business, save where only one text may follow;
 there the tokenizer's own cut is demanded, so that the reply re-encodes to itself.
@@ -12,29 +12,20 @@ cut a reply in the middle: it is valid up to there, and its finish reason says s
 
 from __future__ import annotations
 
-import json
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection
 from hashlib import blake2b
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from capserve.errors import InvalidRequestError
-from capserve.text.grammar_calls import SHARED, loose_call, strict_call
-from capserve.text.grammar_schema import (
-    MOST_BYTES,
-    MOST_FOLLOWED,
-    Unsupported,
-    check_finite,
-    followed,
-    size_of,
-)
+from capserve.text.deep_call import DeepCalls, TookTooLongError
+from capserve.text.grammar_rules import Constraint, Rules, refused
 from capserve.text.tokenizer import Tokenizer
 
 Mask = npt.NDArray[np.int32]
@@ -63,26 +54,6 @@ _SLICES = [
 """Classes of tokens that are allowed or refused together where a text takes them all: inside JSON
 strings the first ones, in raw text all of them. Only the rest is looked at token by token."""
 
-_JSON = {"whitespace_pattern": r"(\x20|\n\x20{0,32}|\n\t{0,16})"}
-"""One space, or a new line with its indentation: room for compact and pretty forms, and no endless
-blank for a model that has lost its way."""
-
-
-@dataclass(frozen=True)
-class Constraint:
-    """What the request demands of the reply's form."""
-
-    tools: tuple[Mapping[str, Any], ...] = ()
-    """Definitions as the request has them, `{"type": "function", "function": {...}}` or bare."""
-    choice: Literal["none", "auto", "required"] = "auto"
-    function: str | None = None
-    """The reply is a call of this function; stands above `choice`."""
-    parallel: bool = True
-    """False: at most one call, and the reply ends with it."""
-    response_format: Mapping[str, Any] | None = None
-    """As OpenAI has it: type `text`, `json_object`, or `json_schema` with its `json_schema`."""
-    starts_in_reasoning: bool = False
-
 
 class GrammarCompiler:
     """Makes grammars for one tokenizer. Any thread may call it."""
@@ -94,6 +65,7 @@ class GrammarCompiler:
         self._end_tokens = frozenset(end_tokens)
         self._memo: OrderedDict[bytes, LLMatcher] = OrderedDict()
         self._lock = threading.Lock()
+        self._calls = DeepCalls()
 
     def compile(self, constraint: Constraint) -> Grammar | None:
         """The grammar of `constraint`, None when it demands nothing.
@@ -101,7 +73,7 @@ class GrammarCompiler:
         Raises InvalidRequestError naming `response_format` or `tools[i]` for a schema that is
         broken, can't be satisfied, is too large, or says what can't be enforced.
         """
-        rules = _Rules(constraint, tolerant=False)
+        rules = Rules(constraint, tolerant=False)
         try:
             return self._grammar(rules.build())
         except InvalidRequestError:
@@ -109,7 +81,7 @@ class GrammarCompiler:
                 raise
         # Nobody called these tools strict: a schema beyond the grammar still gets calls of its
         # function. All of them together, as asking the library for each would take too long.
-        return self._grammar(_Rules(constraint, tolerant=True).build())
+        return self._grammar(Rules(constraint, tolerant=True).build())
 
     def _grammar(self, rules: list[tuple[str, str]] | None) -> Grammar | None:
         if rules is None:
@@ -129,15 +101,20 @@ class GrammarCompiler:
         return Grammar(matcher, self._words, self._end_tokens, rules[0][1])
 
     def _compiled(self, text: str, rules: list[tuple[str, str]]) -> LLMatcher:
-        matcher = LLMatcher(
-            self._tokenizer, LLMatcher.grammar_from_lark(text), log_level=0, limits=_LIMITS
-        )
+        def call() -> LLMatcher:
+            grammar = LLMatcher.grammar_from_lark(text)
+            return LLMatcher(self._tokenizer, grammar, log_level=0, limits=_LIMITS)
+
+        try:
+            matcher = self._calls.run(call)
+        except TookTooLongError as late:
+            raise refused(f"the grammar was given up: {late}", rules[0][1]) from None
         if error := matcher.get_error():
             raise _refusal(error, rules)
         probe = matcher.deep_copy()
         probe.compute_bitmask()
         if probe.is_error() or (probe.is_stopped() and not probe.is_accepting()):
-            raise _refused("no reply can satisfy it", rules[0][1])
+            raise refused("no reply can satisfy it", rules[0][1])
         return matcher
 
 
@@ -218,140 +195,7 @@ class Matcher:
     def _check(self) -> None:
         if self._matcher.is_error():
             reason = " ".join(_END.split(self._matcher.get_error())[0].split())[:200]
-            raise _refused(f"can't be enforced any further: {reason}", self._param)
-
-
-class _Rules:
-    """The grammar's text: lines, each with the request's field that it came from."""
-
-    def __init__(self, constraint: Constraint, *, tolerant: bool) -> None:
-        self._constraint = constraint
-        self._tolerant = tolerant
-        """Only what is called strict has to be kept."""
-        self.has_promised_more = False
-        """A schema is enforced that nobody called strict."""
-        self._lines: list[tuple[str, str]] = []
-        self._bytes = self._followed = 0
-        self._functions = list(_functions(constraint.tools))
-        named = constraint.function
-        self._must_call = named is not None or constraint.choice == "required"
-        offered = constraint.choice != "none" or named is not None
-        self._offered = [
-            (i, f)
-            for i, f in enumerate(self._functions)
-            if offered and (named is None or f["name"] == named)
-        ]
-        if self._must_call and not self._offered:
-            raise _refused(
-                "no tool to call" if named is None else f"no tool is named {named!r}", "tool_choice"
-            )
-
-    def _count(self, schema: Mapping[str, Any]) -> None:
-        self._bytes += size_of(schema)
-        if self._bytes > MOST_BYTES:
-            raise Unsupported(f"the schemas have {self._bytes} bytes, the limit is {MOST_BYTES}")
-        check_finite(schema)
-        self._followed += followed(schema)
-        if self._followed > MOST_FOLLOWED:
-            raise Unsupported(f"$ref and anyOf lead to more than {MOST_FOLLOWED} places")
-
-    def build(self) -> list[tuple[str, str]] | None:
-        """None when nothing is demanded. Raises InvalidRequestError."""
-        c = self._constraint
-        schema = None if self._must_call else _json_schema(c.response_format)
-        strict = any(f.get("strict") is True for _, f in self._offered)
-        limited = bool(self._offered) and not c.parallel
-        if not self._must_call and schema is None and not strict and not limited:
-            return None
-        self._add_calls()
-        starts = self._content(schema)
-        start = starts[0]
-        if c.starts_in_reasoning:
-            thought = f'TEXT? RCHUNK* ("</think>" "\\n\\n"? ({start})'
-            if self._offered:
-                thought += f' | "<tool_call>" {starts[1]}'
-            start = thought + ")"
-        owner = "response_format" if schema is not None else "tools"
-        lines = [(f"start: {start}", owner)]
-        marks = r"<(\/think|tool_call)>" if self._offered else r"<\/think>"
-        lines += [(line, owner) for line in SHARED.strip().splitlines()]
-        lines.append((f"RCHUNK: /<[^<]*/ & ~/{marks}(?s:.*)/", owner))
-        lines.append((r"FCHUNK: /<[^<]*/ & ~/<(tool_call>|function=)(?s:.*)/", owner))
-        return lines + self._lines
-
-    def _content(self, schema: Mapping[str, Any] | None) -> tuple[str, str]:
-        """The reply's content, and what follows a `<tool_call>` in its reasoning."""
-        one = '"\\n<function=" call "\\n</tool_call>"'
-        more = f'("\\n"? "<tool_call>" {one})*' if self._constraint.parallel else ""
-        calls = f'"<tool_call>" {one} {more}'
-        if schema is not None:
-            try:
-                self._count(schema)
-            except Unsupported as error:
-                raise _refused(str(error), "response_format") from None
-            self._lines.append((f"json: %json {json.dumps(schema)}", "response_format"))
-            return ("json" if not self._offered else f"json | {calls}"), f"{one} {more}"
-        if self._must_call:
-            return calls, f"{one} {more}"
-        call = f'("<tool_call>" {one} | "<function=" call)'
-        if not self._constraint.parallel:
-            return f"TEXT? FCHUNK* {call}?", one
-        return (
-            f"TEXT? FCHUNK* ({call} TEXT? FCHUNK*)*",
-            f"{one} TEXT? FCHUNK* ({call} TEXT? FCHUNK*)*",
-        )
-
-    def _add_calls(self) -> None:
-        if not self._offered:
-            return
-        names = " | ".join(f"t{i}" for i, _ in self._offered)
-        self._lines.append((f"call: {names}", "tools"))
-        for i, function in self._offered:
-            param = f"tools[{i}]"
-            strict = function.get("strict") is True
-            parameters = function.get("parameters") or {}
-            if not isinstance(parameters, Mapping):
-                raise _refused("parameters must be an object", param)
-            try:
-                rules = self._rules(f"t{i}", function["name"], parameters, strict)
-            except Unsupported as error:
-                raise _refused(f"{function['name']}: {error}", param) from None
-            self._lines += [(line, param) for line in rules]
-
-    def _rules(
-        self, prefix: str, name: str, parameters: Mapping[str, Any], strict: bool
-    ) -> list[str]:
-        if not strict:
-            if self._tolerant or not self._must_call:
-                return loose_call(prefix, name)
-            self.has_promised_more = True
-        self._count(parameters)
-        return strict_call(prefix, name, parameters)
-
-
-def _functions(tools: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
-    for i, tool in enumerate(tools):
-        function = tool.get("function", tool) if isinstance(tool, Mapping) else None
-        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            raise _refused("a tool needs a function with a name", f"tools[{i}]")
-        yield function
-
-
-def _json_schema(response_format: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-    """The schema that the reply's content has to satisfy, None when it is free."""
-    match response_format:
-        case None | {"type": "text"}:
-            return None
-        case {"type": "json_object"}:
-            return {"x-guidance": _JSON, "type": "object"}
-        case {"type": "json_schema", "json_schema": {"schema": Mapping() as schema, **rest}}:
-            lenient = rest.get("strict") is not True
-            return {**schema, "x-guidance": {**_JSON, "lenient": lenient}}
-        case _:
-            raise _refused(
-                "type is text, json_object or json_schema with an object json_schema.schema",
-                "response_format",
-            )
+            raise refused(f"can't be enforced any further: {reason}", self._param)
 
 
 _AT = re.compile(r"^at (\d+)\(\d+\): (?:failed to compile JSON schema: )?")
@@ -371,11 +215,7 @@ def _refusal(error: str, rules: list[tuple[str, str]]) -> InvalidRequestError:
     reason = " ".join(_END.split(error)[0].split())
     if reason.startswith("panic:"):  # the library's own counters have run over
         reason = "schema too large"
-    return _refused(f"the schema can't be enforced: {reason[:300]}", param)
-
-
-def _refused(reason: str, param: str) -> InvalidRequestError:
-    return InvalidRequestError(f"{param}: {reason}", param=param)
+    return refused(f"the schema can't be enforced: {reason[:300]}", param)
 
 
 class _Vocabulary:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from capserve.text.arguments import ANY, json_type, types_of
-from capserve.text.grammar_schema import Unsupported
+from capserve.text.grammar_schema import MOST_GRAMMAR_CHARS, MOST_PARAMETERS, Unsupported
 from capserve.text.grammar_strings import ANNOTATIONS, allows, restrictions
 from capserve.text.markup import FUNCTION_CLOSE, PARAMETER_CLOSE, PARAMETER_OPEN
 
@@ -136,13 +136,23 @@ def strict_call(prefix: str, name: str, parameters: Mapping[str, Any]) -> list[s
     if missing:
         raise Unsupported(f"required names {missing[0]!r}, which properties do not have")
     keys = list(properties)
+    if len(keys) > MOST_PARAMETERS:
+        raise Unsupported(f"it has {len(keys)} parameters, the limit is {MOST_PARAMETERS}")
     rules = [f'{prefix}: "{_word(name, "function name")}>\\n" ({_next(prefix, 0, keys, required)})']
+    chars = 0
     for i, key in enumerate(keys):
         try:
             value = _value_of(properties[key], parameters)
         except Unsupported as error:
             raise Unsupported(f"{key}: {error}") from None
-        rules += _parameter(prefix, i, keys, required, value)
+        more = _parameter(prefix, i, keys, required, value)
+        chars += sum(map(len, more))
+        rules += more
+        if chars > MOST_GRAMMAR_CHARS:
+            raise Unsupported(
+                f"with their definitions its parameters have more than {MOST_GRAMMAR_CHARS} "
+                "characters"
+            )
     return rules
 
 

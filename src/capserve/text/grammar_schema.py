@@ -16,6 +16,27 @@ MOST_BYTES = 256 << 10
 """All enforced schemas of a request, as JSON. The largest tool lists seen in the wild have 50 KB;
 three thousand properties, which is this much, take the library half a second."""
 
+MOST_PARAMETERS = 1000
+"""Of one function. The library descends for each: 1,500 were the end of a stack of 8 MiB."""
+
+MOST_DESCENT = 4000
+"""Levels of a request's schema with those of all definitions that it names, as the library descends
+from one into the next: of objects in objects, 3,000 were the end of 8 MiB."""
+
+MOST_FUNCTIONS = 2000
+"""That a grammar may choose from: more would be too many symbols, and are so after seconds."""
+
+MOST_GRAMMAR_CHARS = 4 << 20
+"""Of a grammar's text: each parameter has the definitions that it names with it."""
+
+MOST_CROSSED = 16
+"""Each `pattern` in an allOf, or beside one, may double the automaton of the others: sixteen took
+the library 0.4 s, and twice as many more than a minute."""
+
+MOST_PATTERNS = 64
+"""`patternProperties` of a schema. The library crosses each with each: a hundred took it 0.2 s,
+three hundred 16 s."""
+
 MOST_DEPTH = 64
 """Levels of JSON in one schema; one written by hand has below twenty."""
 
@@ -72,6 +93,43 @@ def check_finite(root: Mapping[str, Any]) -> None:
         return  # a long chain of definitions: not judged
     if not _ends(root, finite):
         raise Unsupported("the schema requires itself: no finite value satisfies it")
+
+
+def check_shape(root: Mapping[str, Any]) -> None:
+    """Raises Unsupported for what the library would descend into too deep, or cross too often."""
+    patterns, crossed, references = 0, 0, set()
+    waiting: list[tuple[object, bool]] = [(root, False)]
+    while waiting:
+        node, holds_too = waiting.pop()
+        if isinstance(node, list):
+            waiting.extend((part, holds_too) for part in node)
+        if not isinstance(node, Mapping):
+            continue
+        if isinstance(node.get("$ref"), str):
+            references.add(node["$ref"])
+        if isinstance(node.get("patternProperties"), Mapping):
+            patterns += len(node["patternProperties"])
+        if isinstance(node.get("pattern"), str):
+            crossed += holds_too or "$ref" in node or "allOf" in node
+        waiting.extend((part, holds_too or key == "allOf") for key, part in node.items())
+    if patterns > MOST_PATTERNS:
+        raise Unsupported(f"it has {patterns} patternProperties, the limit is {MOST_PATTERNS}")
+    if crossed > MOST_CROSSED:
+        raise Unsupported(
+            f"{crossed} patterns would have to hold beside others, the limit is {MOST_CROSSED}"
+        )
+    levels = _levels(root)
+    for reference in references:
+        levels += _levels(resolve(reference, root))
+        if levels > MOST_DESCENT:
+            raise Unsupported(
+                f"the schema and its {len(references)} definitions have more than {MOST_DESCENT} "
+                "levels"
+            )
+
+
+def _levels(node: object) -> int:
+    return 1 + max(depth for depth, _ in _nodes(node))
 
 
 def followed(parameters: Mapping[str, Any]) -> int:

@@ -35,14 +35,28 @@ class OutputSpec:
 
 @dataclass(frozen=True, slots=True)
 class OutputDelta:
-    """What some tokens added to the reply. All parts may be empty: half a mark is held back."""
+    """What some tokens added to the reply, in its order: nothing when half a mark is held back."""
 
-    content: str = ""
-    reasoning: str = ""
-    calls: tuple[ParsedCall, ...] = ()
+    parts: tuple[Text | ParsedCall, ...] = ()
+
+    @property
+    def content(self) -> str:
+        return self._text(Channel.CONTENT)
+
+    @property
+    def reasoning(self) -> str:
+        return self._text(Channel.REASONING)
+
+    @property
+    def calls(self) -> tuple[ParsedCall, ...]:
+        return tuple(part for part in self.parts if isinstance(part, ParsedCall))
 
     def __bool__(self) -> bool:
-        return bool(self.content or self.reasoning or self.calls)
+        return bool(self.parts)
+
+    def _text(self, channel: Channel) -> str:
+        texts = (part for part in self.parts if isinstance(part, Text))
+        return "".join(text.text for text in texts if text.channel is channel)
 
 
 class TurnOutput:
@@ -72,7 +86,7 @@ class TurnOutput:
         self._stops = {channel: StopFilter(spec.stop) for channel in Channel}
         self._edges = {channel: _Edges() for channel in Channel}
         self._calls: list[ParsedCall] = []
-        self._new_calls: list[ParsedCall] = []
+        self._news: list[Text | ParsedCall] = []
         self._speaking = Channel.CONTENT
         self._max_calls = spec.max_calls
         self._token_bytes = tokenizer.token_bytes
@@ -121,8 +135,8 @@ class TurnOutput:
             self._take(self._splitter.finish())
         if not self.stopped:
             self._interrupt()
-        for edges in self._edges.values():
-            edges.finish()
+        for channel, edges in self._edges.items():
+            self._tell(channel, edges.finish())
         return self._delta()
 
     def message(self) -> Message:
@@ -156,7 +170,7 @@ class TurnOutput:
             self._interrupt()
             self._speaking = channel
         stops = self._stops[channel]
-        self._edges[channel].say(stops.feed(text))
+        self._tell(channel, self._edges[channel].say(stops.feed(text)))
         self.stopped = stops.matched is not None
 
     def _call(self, raw: RawCall) -> None:
@@ -176,17 +190,25 @@ class TurnOutput:
             arguments=self._schemas.arguments(raw.name, raw.parameters),
         )
         self._calls.append(call)
-        self._new_calls.append(call)
+        self._news.append(call)
 
     def _interrupt(self) -> None:
         """No stop string reaches over a mark or a call: what was held for one is text."""
-        self._edges[self._speaking].say(self._stops[self._speaking].flush())
+        held = self._stops[self._speaking].flush()
+        self._tell(self._speaking, self._edges[self._speaking].say(held))
+
+    def _tell(self, channel: Channel, text: str) -> None:
+        if not text:
+            return
+        last = self._news[-1] if self._news else None
+        if isinstance(last, Text) and last.channel is channel:
+            self._news[-1] = Text(channel, last.text + text)
+        else:
+            self._news.append(Text(channel, text))
 
     def _delta(self) -> OutputDelta:
-        calls, self._new_calls = tuple(self._new_calls), []
-        return OutputDelta(
-            self._edges[Channel.CONTENT].news(), self._edges[Channel.REASONING].news(), calls
-        )
+        news, self._news = tuple(self._news), []
+        return OutputDelta(news)
 
 
 class _Edges:
@@ -195,39 +217,37 @@ class _Edges:
 
     def __init__(self) -> None:
         self._told: list[str] = []
-        self._news: list[str] = []
         self._space = ""
         self._closed = False
         self._spoke = False
 
-    def say(self, text: str) -> None:
+    def say(self, text: str) -> str:
+        """What can be told now."""
         body = text.rstrip()
         if not body:
             self._space += text
-            return
+            return ""
         # Behind a call that no text came before, whitespace separates nothing.
         first = self._closed and not self._spoke
-        self._news.append(body.lstrip() if first else self._space + body)
+        told = body.lstrip() if first else self._space + body
         self._space = text[len(body) :]
         self._closed, self._spoke = False, True
+        self._told.append(told)
+        return told
 
     def close(self) -> None:
         """A call, or the channel's end: the whitespace around it is none of the text's."""
         self._closed = True
 
-    def finish(self) -> None:
-        if not self._closed:
-            self._news.append(self._space)
-        self._space = ""
-
-    def news(self) -> str:
-        text = "".join(self._news)
-        self._news.clear()
-        if text:
-            self._told.append(text)
-        return text
+    def finish(self) -> str:
+        """What is told at the reply's end."""
+        space, self._space = self._space, ""
+        if self._closed:
+            return ""
+        self._told.append(space)
+        return space
 
     @property
     def told(self) -> str:
-        """Everything that was said, news included."""
-        return "".join((*self._told, *self._news))
+        """Everything that was said."""
+        return "".join(self._told)

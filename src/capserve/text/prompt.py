@@ -20,7 +20,7 @@ from capserve.text.equivalence import digests, normalise
 from capserve.text.markup import EMPTY_THINK, THINK_CLOSE, THINK_OPEN
 from capserve.text.messages import Conversation, Message
 from capserve.text.splice import Agreement, agree, common_prefix
-from capserve.text.template import ChatTemplate
+from capserve.text.template import EFFORTS, ChatTemplate
 from capserve.text.tokenizer import Encoding, Tokenizer
 
 TokenArray = npt.NDArray[np.int32]
@@ -122,6 +122,22 @@ class PromptBuilder:
         """None for a template that frames no turns: it is served, but never spliced."""
         self._systems: _Memo[tuple[str, TokenArray]] = _Memo()
         self._endings: _Memo[str] = _Memo()
+
+    def switches(self, wanted: Mapping[str, Any], effort: str | None) -> dict[str, Any]:
+        """Template switches: those `wanted`, and the effort where the template has such a word.
+
+        An effort that it does not know becomes the nearest that it does, the higher of two.
+        """
+        known = self._template.efforts
+        if effort not in EFFORTS or not known or "reasoning_effort" in wanted:
+            return dict(wanted)
+        rank = EFFORTS.index(effort)
+        best = min(known, key=lambda word: (abs(EFFORTS.index(word) - rank), -EFFORTS.index(word)))
+        return {**wanted, "reasoning_effort": best}
+
+    def knows(self, switch: str) -> bool:
+        """The template asks for a switch of that name."""
+        return switch in self._template.switches
 
     def chain(self, conversation: Conversation) -> tuple[bytes, ...]:
         """`Prompt.chain` of this conversation, without rendering it."""

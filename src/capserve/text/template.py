@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 
 import jinja2
 from jinja2.ext import loopcontrols
+from jinja2.meta import find_undeclared_variables
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from capserve.errors import CheckpointError, InvalidRequestError
@@ -26,6 +27,9 @@ from capserve.text.messages import Conversation, Message, Role, ToolCall
 
 MAX_RENDERED_CHARS = 64 << 20
 """Twice the largest body that is accepted: a loop in a template ends here, not in swap."""
+
+EFFORTS = ("minimal", "low", "medium", "high", "xhigh", "max")
+"""How hard a model may be told to think, in the words of all clients together, ascending."""
 
 RESERVED_KWARGS = frozenset({"messages", "tools", "add_generation_prompt"})
 
@@ -102,7 +106,11 @@ class ChatTemplate:
             raise CheckpointError(
                 f"the chat template does not compile: {error}", param="chat_template"
             ) from error
+        self.switches = frozenset(find_undeclared_variables(environment.parse(source)))
+        """Names that the template asks for, those that it is always given among them."""
         self.takes_late_system = self._probe_late_system()
+        self.efforts = self._probe_efforts()
+        """Which of EFFORTS it knows, in their order."""
         self.stripped: frozenset[Role] = self._probe_stripped()
         """Roles whose content is trimmed."""
 
@@ -184,6 +192,22 @@ class ChatTemplate:
                 f"messages: the chat template refuses them: {error}", param="messages"
             ) from error
         return "".join(pieces)
+
+    def _probe_efforts(self) -> tuple[str, ...]:
+        if "reasoning_effort" not in self.switches:
+            return ()
+        known = []
+        for effort in EFFORTS:
+            try:
+                self._render(
+                    (Message("user", "q"),),
+                    kwargs={"reasoning_effort": effort},
+                    add_generation_prompt=True,
+                )
+            except InvalidRequestError:
+                continue
+            known.append(effort)
+        return tuple(known)
 
     def _probe_late_system(self) -> bool:
         try:

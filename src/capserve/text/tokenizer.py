@@ -7,6 +7,7 @@ a resent history costs one look-up per piece. The result equals the library's en
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import threading
@@ -183,6 +184,12 @@ class Tokenizer:
         """Id of a token by its text for added tokens, by its vocabulary entry otherwise."""
         return self._ids.get(token)
 
+    @functools.cached_property
+    def lacking(self) -> npt.NDArray[np.int8]:
+        """[vocab_size]: bytes that the last character of each token lacks. A token of one or two
+        bytes that only go on with a character has minus their number."""
+        return np.array([_lacking(spelling) for spelling in self._bytes], dtype=np.int8)
+
     @property
     def counters(self) -> TokenizerCounters:
         with self._lock:
@@ -261,6 +268,21 @@ def _entry_bytes(piece: str, ids: TokenArray) -> int:
     # A str takes one to four bytes a character; ASCII, the common case, takes one.
     width = 1 if piece.isascii() else 4
     return len(piece) * width + ids.nbytes + ENTRY_OVERHEAD_BYTES
+
+
+def missing_bytes(data: bytes) -> int:
+    """Bytes of UTF-8 that the last character of `data` lacks; 0 when it is whole, or is none."""
+    for have, byte in enumerate(reversed(data[-3:]), start=1):
+        if byte >= 0xC0:  # the first byte of a character of two to four
+            return max(0, (2 if byte < 0xE0 else 3 if byte < 0xF0 else 4) - have)
+        if byte < 0x80:
+            break
+    return 0
+
+
+def _lacking(spelling: bytes) -> int:
+    goes_on = all(0x80 <= byte < 0xC0 for byte in spelling)
+    return -len(spelling) if goes_on and len(spelling) < 3 else missing_bytes(spelling)
 
 
 def _border_pattern(added: Iterable[AddedToken]) -> re.Pattern[str] | None:

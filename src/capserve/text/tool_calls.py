@@ -9,6 +9,7 @@ so that its text stays text.
 
 from __future__ import annotations
 
+import copy
 import re
 import secrets
 from dataclasses import dataclass
@@ -97,11 +98,21 @@ class CallReader:
         """Length of the tags that opened it: all that becomes text when the call is broken."""
         self._scan = 0  # in VALUE: no closing tag begins before this
         self._fallback: int | None = None  # the first `</parameter></function>` that was passed by
+        self._blanks: dict[int, int] = {}
+        """Where whitespace that begins at a place ended so far: a model may write it without end,
+        and each token would look through all of it again."""
         self._name = ""
         self._key = ""
         self._parameters: list[tuple[str, str]] = []
         self.end = 0
         """After a call: where it ends in the buffer."""
+
+    def copy(self) -> CallReader:
+        """One that goes on from here by itself."""
+        twin = copy.copy(self)
+        twin._parameters = list(self._parameters)
+        twin._blanks = dict(self._blanks)
+        return twin
 
     def read(self, buffer: str, *, final: bool) -> RawCall | Verdict:
         """Go on with the buffer as it is now; `final` when nothing will follow."""
@@ -124,7 +135,7 @@ class CallReader:
                 return step
 
     def _open(self, buffer: str) -> Verdict | None:
-        end = _expect(buffer, self._at, FUNCTION_OPEN)
+        end = self._expect(buffer, self._at, FUNCTION_OPEN)
         if end < 0:
             return Verdict.BROKEN if end == _NO else Verdict.WAIT
         self._at, self._phase = end, _Phase.NAME
@@ -148,8 +159,8 @@ class CallReader:
         return None
 
     def _next(self, buffer: str) -> Verdict | None:
-        parameter = _expect(buffer, self._at, PARAMETER_OPEN)
-        close = _expect(buffer, self._at, FUNCTION_CLOSE)
+        parameter = self._expect(buffer, self._at, PARAMETER_OPEN)
+        close = self._expect(buffer, self._at, FUNCTION_CLOSE)
         if parameter >= 0:
             self._at, self._phase = parameter, _Phase.KEY
         elif close >= 0:
@@ -174,9 +185,9 @@ class CallReader:
         self, buffer: str, start: int, end: int, final: bool
     ) -> RawCall | Verdict | _NotHere | None:
         """Is the `</parameter>` at [start, end) the value's end?"""
-        parameter = _expect(buffer, end, PARAMETER_OPEN)
-        function = _expect(buffer, end, FUNCTION_CLOSE)
-        call = _expect(buffer, end, CALL_CLOSE) if self._wrapped else _NO
+        parameter = self._expect(buffer, end, PARAMETER_OPEN)
+        function = self._expect(buffer, end, FUNCTION_CLOSE)
+        call = self._expect(buffer, end, CALL_CLOSE) if self._wrapped else _NO
         if parameter >= 0:
             self._take(buffer, start, end, _Phase.NEXT)
             return None
@@ -185,7 +196,7 @@ class CallReader:
         if function >= 0:
             # A value may tell about calls. Behind a wrapped call's true end stands a call's tag.
             tags = (CALL_CLOSE, CALL_OPEN, FUNCTION_OPEN)
-            after = [_expect(buffer, function, tag) for tag in tags]
+            after = [self._expect(buffer, function, tag) for tag in tags]
             if not self._wrapped or max(after) >= 0 or (final and _PENDING in after):
                 self._take(buffer, start, end, _Phase.NEXT)
                 return None
@@ -208,7 +219,7 @@ class CallReader:
         `</parameter>`, and going on would swallow the next one."""
         closing = (CALL_CLOSE,) if self._wrapped else ()
         for tag in (*closing, CALL_OPEN, FUNCTION_OPEN):
-            end = _expect(buffer, end, tag)
+            end = self._expect(buffer, end, tag)
             if end == _NO or (final and end == _PENDING):
                 return _NOT_HERE
             if end == _PENDING:
@@ -231,9 +242,20 @@ class CallReader:
         self._take(buffer, start, end, _Phase.TAIL)
         return self._call(buffer, end, closed=closed)
 
+    def _expect(self, buffer: str, at: int, tag: str) -> int:
+        """End of `tag` when it stands at `at` (whitespace skipped), _PENDING when it still may,
+        else _NO."""
+        found = _SPACE.match(buffer, self._blanks.get(at, at))
+        assert found is not None
+        begin = self._blanks[at] = found.end()
+        if buffer.startswith(tag, begin):
+            return begin + len(tag)
+        rest = buffer[begin : begin + len(tag)]
+        return _PENDING if tag.startswith(rest) else _NO
+
     def _tail(self, buffer: str, final: bool) -> RawCall | Verdict:
         """Behind `</function>`: a closing tag belongs to the call, its loss is forgiven."""
-        close = _expect(buffer, self._at, CALL_CLOSE)
+        close = self._expect(buffer, self._at, CALL_CLOSE)
         if close == _PENDING:
             if not final:
                 return Verdict.WAIT
@@ -244,15 +266,3 @@ class CallReader:
     def _call(self, buffer: str, end: int, *, closed: bool) -> RawCall:
         self.end = end
         return RawCall(self._name, tuple(self._parameters), buffer[:end], closed)
-
-
-def _expect(buffer: str, at: int, tag: str) -> int:
-    """End of `tag` when it stands at `at` (whitespace skipped), _PENDING when it still may, else
-    _NO."""
-    found = _SPACE.match(buffer, at)
-    assert found is not None
-    at = found.end()
-    if buffer.startswith(tag, at):
-        return at + len(tag)
-    rest = buffer[at : at + len(tag)]
-    return _PENDING if tag.startswith(rest) else _NO

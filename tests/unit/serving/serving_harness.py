@@ -41,6 +41,7 @@ from capserve.serving.turn import (
 from capserve.serving.watch import Watch
 from capserve.serving.worker import EngineWorker
 from capserve.testing.fake_engine import FakeEngine
+from capserve.text.channels import Channel, Text
 from capserve.text.messages import Conversation, Message, ToolCall
 from capserve.text.output import OutputSpec
 from capserve.text.prompt import Prompt, TurnRecord
@@ -135,9 +136,7 @@ class WordCall:
 
 @dataclass(frozen=True)
 class WordDelta:
-    content: str = ""
-    reasoning: str = ""
-    calls: tuple[WordCall, ...] = ()
+    parts: tuple[Text | WordCall, ...] = ()
 
 
 class WordOutput:
@@ -167,7 +166,8 @@ class WordOutput:
             if stop in self._text:
                 self._text = self._text[: self._text.index(stop)]
                 self.stopped, self.stop_string = True, stop
-        return WordDelta(self._text[before:], "", tuple(calls))
+        text = self._text[before:]
+        return WordDelta((*[Text(Channel.CONTENT, text)][: bool(text)], *calls))
 
     def finish(self) -> WordDelta:
         return WordDelta()

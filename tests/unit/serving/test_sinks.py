@@ -23,8 +23,9 @@ from serving_harness import (
 from capserve.engine.seam import Sampling
 from capserve.errors import EngineError
 from capserve.serving.metrics import TurnMetrics
-from capserve.serving.sinks import FutureSink, StreamSink, merged
-from capserve.serving.turn import CancelToken, Delta, Failed, ToolCallDelta, WorkItem
+from capserve.serving.sinks import FutureSink, StreamSink
+from capserve.serving.turn import CancelToken, Delta, Failed, ToolCallDelta, WorkItem, merged
+from capserve.text.channels import Channel, Text
 
 QUESTION = user(some_words(60, seed=2))
 END_EVENT = Failed(EngineError("planted"), TurnMetrics("r", "error"))
@@ -40,7 +41,7 @@ class Clock:
 
 
 def piece(n: int) -> Delta:
-    return Delta(content=f"{n} ", tokens=(n,))
+    return Delta.of(f"{n} ", tokens=(n,))
 
 
 def run(body: Callable[[], Awaitable[None]]) -> None:
@@ -57,8 +58,12 @@ def item_with(s: Serving, sink: FutureSink | StreamSink, cancel: CancelToken) ->
 
 def test_deltas_merge_into_what_they_add_up_to() -> None:
     call = ToolCallDelta(0, "call_0", "run", "{}")
-    whole = merged([piece(1), Delta(reasoning="hm", tool_calls=(call,)), piece(2)])
-    assert whole == Delta("1 2 ", "hm", (call,), (1, 2), ())
+    thought = Delta.of(reasoning="hm", tool_calls=(call,))
+    whole = merged([piece(0), piece(1), thought, thought, piece(2)])
+    words = [Text(Channel.CONTENT, "0 1 "), Text(Channel.CONTENT, "2 ")]
+    hm = Text(Channel.REASONING, "hm")
+    assert whole == Delta((words[0], hm, call, hm, call, words[1]), (0, 1, 2))
+    assert (whole.content, whole.reasoning, whole.tool_calls) == ("0 1 2 ", "hmhm", (call, call))
 
 
 def test_a_lagging_reader_gets_fewer_and_larger_pieces_in_order() -> None:

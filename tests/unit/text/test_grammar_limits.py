@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import random
+import threading
 from typing import Any
 
 import pytest
 from grammar_walks import allowed, arguments, tool
 
 from capserve.errors import InvalidRequestError
+from capserve.text.deep_call import DeepCalls
 from capserve.text.grammar import MEMO_GRAMMARS, Constraint, GrammarCompiler
-from capserve.text.grammar_schema import MOST_BYTES, MOST_DEPTH, MOST_LITERAL_CHARS
+from capserve.text.grammar_schema import (
+    MOST_BYTES,
+    MOST_DEPTH,
+    MOST_FUNCTIONS,
+    MOST_LITERAL_CHARS,
+    MOST_PARAMETERS,
+)
 from capserve.text.tokenizer import Tokenizer
 
 SECONDS = 20
@@ -35,6 +43,15 @@ def wide(keys: int) -> Any:
         "properties": {f"k{i}": {"type": "string"} for i in range(keys)},
         "required": [f"k{i}" for i in range(0, keys, 2)],
     }
+
+
+def chain(objects: int) -> Any:
+    """The library descends from each definition into the next: deep enough is its stack's end."""
+    defs: dict[str, Any] = {
+        f"d{i}": {"type": "object", "properties": {"a": {"$ref": f"#/$defs/d{i + 1}"}}}
+        for i in range(objects)
+    }
+    return {"$defs": {**defs, f"d{objects}": {"type": "string"}}, "$ref": "#/$defs/d0"}
 
 
 def bomb(keyword: str, levels: int) -> Any:
@@ -88,6 +105,22 @@ HOSTILE: dict[str, Any] = {
     "many patterns": {
         "type": "object",
         "patternProperties": {f"^a{i}_.*": {"type": "string"} for i in range(100)},
+    },
+    "a long chain of objects": chain(1300),
+    "a longer chain of objects": chain(2500),
+    "hundreds of name patterns": {
+        "type": "object",
+        "patternProperties": {f"^a{i}$": {"type": "string"} for i in range(600)},
+    },
+    "patterns that all must hold": {
+        "allOf": [{"type": "string", "pattern": f"a{i}"} for i in range(500)]
+    },
+    "patterns that hold one by one": {
+        "$defs": {
+            f"d{i}": {"type": "string", "pattern": f"a{i}", "$ref": f"#/$defs/d{i + 1}"}
+            for i in range(60)
+        },
+        "$ref": "#/$defs/d0",
     },
     "a chain of definitions": {
         "$defs": {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(2000)},
@@ -153,6 +186,52 @@ def test_what_is_too_large_too_deep_or_endless_is_refused_with_the_limit(
             compiler.compile(Constraint(**demands))
         assert caught.value.param == param
         assert words in caught.value.message
+
+
+@pytest.mark.timeout(SECONDS)
+@pytest.mark.parametrize("required", [True, False])
+def test_as_many_parameters_as_may_be_are_followed_and_more_are_refused(
+    compiler: GrammarCompiler, required: bool
+) -> None:
+    """Each is a level of the library's descent: 1,500 were the end of the whole process."""
+    for count in (MOST_PARAMETERS, MOST_PARAMETERS + 1, 3 * MOST_PARAMETERS):
+        names = [f"k{i}" for i in range(count)]
+        parameters = {**wide(count), "required": names if required else []}
+        demanded = Constraint(tools=(tool("f", parameters),), function="f")
+        if count == MOST_PARAMETERS:
+            assert compiler.compile(demanded) is not None
+            continue
+        with pytest.raises(InvalidRequestError, match=f"{count} .*{MOST_PARAMETERS}") as caught:
+            compiler.compile(demanded)
+        assert caught.value.param == "tools[0]"
+        # Nobody called it strict: then it gets calls of its name.
+        loose = tool("f", parameters, strict=False)
+        assert compiler.compile(Constraint(tools=(loose,), function="f")) is not None
+
+
+@pytest.mark.timeout(SECONDS)
+def test_more_tools_than_a_grammar_can_choose_from_are_refused_at_once(
+    compiler: GrammarCompiler,
+) -> None:
+    offers = tuple(tool(f"f{i}", {}, strict=False) for i in range(MOST_FUNCTIONS + 1))
+    with pytest.raises(InvalidRequestError, match=f"{MOST_FUNCTIONS + 1} tools .*{MOST_FUNCTIONS}"):
+        compiler.compile(Constraint(tools=offers, choice="required"))
+    assert compiler.compile(Constraint(tools=offers)) is None
+
+
+def test_a_library_that_does_not_come_back_is_given_up(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = GrammarCompiler(tokenizer, (tokenizer.specials["<|im_end|>"],))
+    compiler._calls = DeepCalls(most_s=0.02)
+    back = threading.Event()
+    monkeypatch.setattr(
+        "capserve.text.grammar.LLMatcher.grammar_from_lark", lambda _: back.wait(SECONDS)
+    )
+    with pytest.raises(InvalidRequestError, match=r"given up: it took more than 0\.02 s") as caught:
+        compiler.compile(Constraint(response_format={"type": "json_object"}))
+    assert caught.value.param == "response_format"
+    back.set()
 
 
 @pytest.mark.timeout(SECONDS)

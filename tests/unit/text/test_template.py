@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from datetime import datetime
 
 import pytest
 
 from capserve.errors import CheckpointError, InvalidRequestError
 from capserve.text.messages import Conversation, Message, ToolCall
+from capserve.text.prompt import PromptBuilder
 from capserve.text.template import ChatTemplate
+from capserve.text.tokenizer import Tokenizer
 
 S, U, A, R = (
     lambda text: Message("system", text),
@@ -203,3 +206,54 @@ def test_where_a_template_comes_from(tmp_path):
     own.write_text("{% if %}")
     with pytest.raises(CheckpointError, match="does not compile"):
         ChatTemplate.from_dir(tmp_path, own)
+
+
+EFFORT = (
+    "{% set effort = reasoning_effort|default('xhigh') %}"
+    "{% if effort not in ('xhigh', 'medium', 'low') %}"
+    "{{ raise_exception('no ' ~ effort) }}{% endif %}"
+    "{{ effort }}: {% for message in messages %}{{ message.content }}{% endfor %}"
+)
+
+
+def efforts_told(template: ChatTemplate, builder: PromptBuilder) -> dict[str | None, str]:
+    talk = Conversation((Message("user", "q"),))
+    asked = (None, "none", "minimal", "low", "medium", "high", "xhigh", "max", "huge")
+    return {
+        effort: template.render(
+            replace(talk, template_kwargs=builder.switches({}, effort)), add_generation_prompt=True
+        )
+        for effort in asked
+    }
+
+
+def test_an_effort_is_told_in_the_templates_own_words(tokenizer: Tokenizer) -> None:
+    template = ChatTemplate(EFFORT)
+    told = efforts_told(template, PromptBuilder(tokenizer, template))
+    words = {effort: text.split(":")[0] for effort, text in told.items()}
+    nearest = {"minimal": "low", "low": "low", "medium": "medium", "high": "xhigh", "max": "xhigh"}
+    unsaid = dict.fromkeys([None, "none", "huge", "xhigh"], "xhigh")
+    assert words == {**unsaid, **nearest}
+    builder = PromptBuilder(tokenizer, template)
+    assert builder.switches({"reasoning_effort": "high"}, "low") == {"reasoning_effort": "high"}
+
+
+def test_a_template_without_efforts_is_told_none(
+    template: ChatTemplate, builder: PromptBuilder
+) -> None:
+    assert template.efforts == ()
+    assert len(set(efforts_told(template, builder).values())) == 1
+    assert builder.switches({"a": 1}, "low") == {"a": 1}
+
+
+def test_the_familys_efforts_are_found_in_its_own_template(official) -> None:
+    assert official("qwen3_8").efforts == ("low", "medium", "xhigh")
+    assert official("qwen3_6").efforts == ()
+
+
+def test_switches_that_a_template_asks_for_are_known(
+    tokenizer: Tokenizer, builder: PromptBuilder
+) -> None:
+    assert not builder.knows("thinking_budget")
+    source = "{{ thinking_budget }}{% for message in messages %}{{ message.content }}{% endfor %}"
+    assert PromptBuilder(tokenizer, ChatTemplate(source)).knows("thinking_budget")

@@ -19,6 +19,7 @@ from capserve.serving.sessions.archive import Archive
 from capserve.serving.sessions.registry import SessionRegistry
 from capserve.serving.tally import Tally
 from capserve.serving.turn import WorkItem
+from capserve.text.channels import Text
 from capserve.text.messages import Conversation, Message
 from capserve.text.output import OutputSpec
 from capserve.text.prompt import Prompt, TurnRecord
@@ -39,11 +40,9 @@ class ReplyCall(Protocol):
 
 class ReplyDelta(Protocol):
     @property
-    def content(self) -> str: ...
-    @property
-    def reasoning(self) -> str: ...
-    @property
-    def calls(self) -> Sequence[ReplyCall]: ...
+    def parts(self) -> Sequence[Text | ReplyCall]:
+        """In the reply's order."""
+        ...
 
 
 class OutputMachine(Protocol):

@@ -16,7 +16,8 @@ from capserve.serving.journal import SpanKind
 from capserve.serving.lifecycle import FinishReason, TurnState
 from capserve.serving.running.bench import Bench, Done, OutputMachine, ReplyDelta, SinkError, Turn
 from capserve.serving.sessions.registry import Session
-from capserve.serving.turn import Delta, ToolCallDelta
+from capserve.serving.turn import Delta, ToolCallDelta, merged
+from capserve.text.channels import Text
 
 
 class DecodeRun:
@@ -31,7 +32,8 @@ class DecodeRun:
         """Tokens that the reply may have."""
         self._machine = bench.make_output(request.output)
         self._output: list[int] = []
-        self._constraint = None if request.grammar is None else request.grammar.matcher()
+        rule = None if request.grammar is None else request.grammar.matcher()
+        self._constraint = rule if request.thinking is None else request.thinking.follow(rule)
         self._one_by_one = bool(request.output.stop) or request.output.max_calls is not None
         turn.life.to(TurnState.DECODE)
         self.begin()
@@ -127,22 +129,25 @@ def _read(chunk: Chunk, machine: OutputMachine, one_by_one: bool) -> Delta:
     """
     tokens = chunk.tokens
     pieces = [(token,) for token in tokens] if one_by_one else [tokens]
-    content, reasoning, count = "", "", 0
-    calls: tuple[ToolCallDelta, ...] = ()
+    said: list[Delta] = []
+    count = 0
     for piece in pieces:
-        part = _delta(machine.feed(piece))
-        content += part.content
-        reasoning += part.reasoning
-        calls += part.tool_calls
+        said.append(_delta(machine.feed(piece)))
         count += len(piece)
         if machine.stopped:
             break
-    return Delta(content, reasoning, calls, tokens[:count], chunk.logprobs[:count])
+    return Delta(merged(said).parts, tokens[:count], chunk.logprobs[:count])
 
 
-def _delta(part: ReplyDelta) -> Delta:
-    calls = tuple(ToolCallDelta(c.index, c.id, c.name, c.arguments) for c in part.calls)
-    return Delta(part.content, part.reasoning, calls)
+def _delta(read: ReplyDelta) -> Delta:
+    return Delta(
+        tuple(
+            part
+            if isinstance(part, Text)
+            else ToolCallDelta(part.index, part.id, part.name, part.arguments)
+            for part in read.parts
+        )
+    )
 
 
 def since_ms(started: float) -> float:
