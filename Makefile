@@ -3,6 +3,8 @@
 #   make test   the whole test suite
 #   make serve  the server on the embedded model, http://127.0.0.1:8000/v1
 #   make bench  the README's tables
+#   make test-gpu   what needs a CUDA card: kernels, graphs, capsules on the card
+#   make bench-gpu  the card's table, at the 27B and 9B shapes with random weights
 #   make bench-reuse  how many tokens are read again, over fourteen scenes
 #   make clients  four agent clients at fixed versions, by npm, against the embedded model
 #   make fuzz   5,000 requests made from the served OpenAPI document
@@ -12,6 +14,9 @@
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 TORCH  := torch==2.13.0
+# For the interpreter, in which the card's kernels are tested without one. torch's CUDA builds bring
+# the Triton that they were made with, and keep it.
+TRITON := triton==3.6.0
 LOCK   := requirements/lock.txt
 READY  := $(VENV)/.ready
 # The first interpreter that runs and is new enough; override with `make PYTHON=...`.
@@ -19,7 +24,7 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3.14 python3; 
 	"$$p" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo "$$p" && break; \
 	done)
 
-.PHONY: setup demo test serve bench bench-reuse clients fuzz fuzz-bytes lint clean
+.PHONY: setup demo test serve test-gpu bench bench-gpu bench-reuse clients fuzz fuzz-bytes lint clean
 .DEFAULT_GOAL := demo
 
 setup: $(READY)
@@ -30,6 +35,9 @@ $(READY): pyproject.toml $(LOCK)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(LOCK) "$(TORCH)"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r $(LOCK)
+	$(BIN)/python -c 'import triton' 2>/dev/null || \
+		$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps "$(TRITON)" || \
+		echo "no Triton for this platform: the card's kernels are not tested"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@touch $(READY)
 
@@ -40,12 +48,21 @@ demo: setup
 test: setup
 	$(BIN)/python -m pytest -n auto --dist loadfile
 
+test-gpu: setup
+	$(BIN)/python -m pytest -n 4 --dist loadfile tests/gpu tests/kernels
+
 serve: setup
 	$(BIN)/capserve serve
 
 bench: setup
 	$(BIN)/python -m benchmarks.engine
 	$(BIN)/python -m benchmarks.turns
+
+bench-gpu: setup
+	$(BIN)/python -m benchmarks.gpu --size 27B --peer --profile
+	$(BIN)/python -m benchmarks.gpu --size 27B --form fp8 --profile
+	$(BIN)/python -m benchmarks.gpu --size 9B --peer
+	$(BIN)/python -m benchmarks.kernels --json benchmarks/results/kernels.json
 
 bench-reuse: setup
 	$(BIN)/python -m benchmarks.reuse

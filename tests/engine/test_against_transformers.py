@@ -55,7 +55,7 @@ def test_logits_equal_transformers_over_prefill_and_decode(checkpoint: Path) -> 
     got = []
     for start in range(0, 300, 128):  # prefill in chunks, then rows of changing counts
         hidden = model.absorb(
-            torch.from_numpy(ids[start : min(start + 128, 300)]).long(), state, start
+            state, torch.from_numpy(ids[start : min(start + 128, 300)]).long(), start
         )
         state.hidden[0] = hidden[-1]
         got.append(model.logits(hidden))

@@ -42,7 +42,8 @@ def test_capsule_bytes_equal_the_formula(nano: TorchEngine, position: int) -> No
 def test_static_buffers_equal_the_formula(nano: TorchEngine, nano_bf16: TorchEngine) -> None:
     for engine in (nano, nano_bf16):
         config, dtype = engine._model.config, engine._model.dtype
-        formula = StateBytes.of(config, dtype).buffers(config, dtype, engine.limits.max_positions)
+        positions = engine.limits.max_positions
+        formula = StateBytes.of(config, dtype).buffers(config, dtype, positions, on_card=False)
         assert engine._state.nbytes == formula
 
 

@@ -9,6 +9,7 @@ import torch
 from capserve.engine.layers.linear import Linear
 from capserve.engine.runtime import TorchEngine
 from capserve.engine.seam import Sampling
+from capserve.engine.weights import PlainWeight
 from tests.engine.helpers import assert_same_bits, generate, live_bits, tokens
 
 PROMPT = 300
@@ -28,7 +29,7 @@ def test_a_row_of_a_matmul_has_the_same_bits_in_any_company(
     shape: tuple[int, int], dtype: torch.dtype
 ) -> None:
     generator = torch.Generator().manual_seed(1)
-    linear = Linear(torch.randn(shape, generator=generator).to(dtype))
+    linear = Linear(PlainWeight(torch.randn(shape, generator=generator).to(dtype)))
     row = torch.randn(shape[1], generator=generator).to(dtype)
     alone = linear(row[None])[0]
     for count in range(1, 10):

@@ -13,6 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from capserve.engine.memory import available_bytes
 from capserve.engine.runtime import TorchEngine, plan_memory
+from capserve.engine.seam import Sampling
+from capserve.engine.weights import BlockFp8Weight, dense
 from capserve.errors import CheckpointError, MemoryBudgetError, StartupError
 from capserve.testing.tiny import SHAPES, write_checkpoint
 
@@ -58,9 +60,51 @@ def test_a_misshapen_tensor_is_named_with_both_shapes(checkpoint: Path) -> None:
 
 def test_a_tensor_of_another_form_is_named(checkpoint: Path) -> None:
     name = "model.layers.0.mlp.down_proj.weight_scale_inv"
-    edit_tensors(checkpoint, lambda t: t.update({name: torch.zeros(1)}))
-    with pytest.raises(CheckpointError, match="weight_scale_inv does not belong"):
+    edit_tensors(checkpoint, lambda t: t.update({name: torch.zeros(1, 1)}))
+    with pytest.raises(
+        CheckpointError, match=r"down_proj.weight is torch.float32 with a weight_sc"
+    ):
         load(checkpoint)
+
+
+def test_an_fp8_checkpoint_is_the_matrices_that_its_scales_stand_for(tmp_path: Path) -> None:
+    fp8 = write_checkpoint(tmp_path / "fp8", SHAPES["flat-tied"], form="fp8")
+    plain = write_checkpoint(tmp_path / "plain", SHAPES["flat-tied"])
+    edit_tensors(plain, lambda t: t.update(widened(fp8)))
+    engines = [TorchEngine.load(path, max_model_len=256) for path in (fp8, plain)]
+    ids = np.random.default_rng(0).integers(0, 320, 40, dtype=np.int32)
+    said = []
+    for engine in engines:
+        engine.extend(ids)
+        engine.begin(Sampling(drafts=3), ids)
+        said.append([engine.step().tokens for _ in range(6)])
+    assert said[0] == said[1]
+    assert engines[0].limits.fingerprint != engines[1].limits.fingerprint
+
+
+def widened(fp8: Path) -> dict[str, torch.Tensor]:
+    """What the FP8 folder has quantised, as float32."""
+    stored = load_file(fp8 / "model.safetensors")
+    return {
+        name: dense(BlockFp8Weight(tensor, stored[f"{name}_scale_inv"].float()))
+        for name, tensor in stored.items()
+        if tensor.dtype is torch.float8_e4m3fn
+    }
+
+
+def test_scales_of_another_shape_are_named(tmp_path: Path) -> None:
+    path = write_checkpoint(tmp_path, SHAPES["flat-tied"], form="fp8")
+    name = "model.layers.0.mlp.down_proj.weight_scale_inv"
+    edit_tensors(path, lambda t: t.update({name: torch.zeros(2, 1)}))
+    with pytest.raises(CheckpointError, match=r"scale_inv has shape \(2, 1\), expected \(1, 1\)"):
+        load(path)
+
+
+def test_fp8_without_its_scales_is_refused(tmp_path: Path) -> None:
+    path = write_checkpoint(tmp_path, SHAPES["flat-tied"], form="fp8")
+    edit_tensors(path, lambda t: t.pop("model.layers.0.mlp.up_proj.weight_scale_inv"))
+    with pytest.raises(CheckpointError, match=r"up_proj.weight is torch.float8_e4m3fn without"):
+        load(path)
 
 
 def test_integer_weights_are_refused(checkpoint: Path) -> None:
@@ -94,7 +138,8 @@ def test_a_missing_shard_is_named(tmp_path: Path) -> None:
         ({"hidden_size": None}, "hidden_size is None"),
         ({"hidden_size": True}, "hidden_size is True"),
         ({"intermediate_size": None, "num_experts": 8}, "experts do not load yet"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        ({"quantization_config": {"quant_method": "fp8"}}, r"weight_block_size None"),
+        ({"quantization_config": {"quant_method": "awq"}}, r"quant_method 'awq'"),
         ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type 'yarn'"),
         (
             {"num_key_value_heads": 3},

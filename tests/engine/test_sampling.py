@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from capserve.engine.kernels.philox.reference import gumbel, philox
+from capserve.engine.kernels.sampling.reference import kept
 from capserve.engine.runtime import TorchEngine
 from capserve.engine.sampling import Sampler
 from capserve.engine.seam import Sampling
@@ -138,26 +139,72 @@ def test_philox_gives_the_published_known_answers() -> None:
         assert tuple(int(word) for word in words) == expected
 
 
-@settings(max_examples=60, deadline=None)
+def kept_by_definition(scores: torch.Tensor, top_k: int, top_p: float, min_p: float) -> set[int]:
+    """One id after another, each against the strictly larger ones, in float64."""
+    worth = scores.double().tolist()
+    ids = [i for i in range(len(worth)) if not top_k or sum(w > worth[i] for w in worth) < top_k]
+    mass = {i: math.exp(worth[i] - max(worth)) for i in ids}
+    total = sum(mass.values())
+    ids = [
+        i
+        for i in ids
+        if top_p == 1 or sum(mass[j] for j in ids if worth[j] > worth[i]) < top_p * total - 1e-12
+    ]
+    floor = scores.max() + (torch.log(torch.tensor(min_p)) if min_p else -math.inf)
+    return {i for i in ids if scores[i] >= floor}
+
+
+@settings(max_examples=150, deadline=None)
 @given(
     seed=st.integers(0, 1000),
     top_k=st.integers(0, VOCAB + 5),
-    top_p=st.floats(0.05, 1.0),
-    min_p=st.floats(0.0, 0.9),
+    top_p=st.one_of(st.just(1.0), st.floats(0.05, 1.0)),
+    min_p=st.one_of(st.just(0.0), st.floats(0.0, 0.9)),
+    grain=st.sampled_from([0.0, 0.5, 2.0]),
+    forbidden=st.integers(0, VOCAB - 1),
 )
-def test_filters_keep_exactly_what_brute_force_keeps(
-    seed: int, top_k: int, top_p: float, min_p: float
+def test_filters_keep_exactly_what_their_definition_keeps(
+    seed: int, top_k: int, top_p: float, min_p: float, grain: float, forbidden: int
 ) -> None:
+    """Equal scores (a coarse grain makes many) are kept or dropped together; an id that a mask
+    forbids may be kept but has no mass."""
     scores = logits(seed)
-    chooser = sampler(temperature=1.0, top_k=top_k, top_p=top_p, min_p=min_p)
-    _, ids = chooser._filtered(scores)
-    probs = expected_probs(scores, 1.0, top_k, top_p, min_p)
-    kept = set(ids.tolist())
-    wanted = set(np.flatnonzero(probs).tolist())
-    if kept != wanted:  # a cumulative sum that ties with top_p in one precision only
-        assert len(kept ^ wanted) == 1
-        cumulative = np.cumsum(np.sort(expected_probs(scores, 1.0, top_k, 1.0, 0.0))[::-1])
-        assert np.abs(cumulative - top_p).min() < 1e-5
+    if grain:
+        scores = (scores / grain).round() * grain
+    scores[
+        torch.randperm(VOCAB, generator=torch.Generator().manual_seed(seed))[:forbidden]
+    ] = -torch.inf
+    values, ids = kept(scores, top_k, top_p, min_p)
+    assert torch.equal(ids, ids.sort().values)
+    assert torch.equal(values, scores[ids])
+    allowed = set(ids[values > -torch.inf].tolist())
+    wanted = {i for i in kept_by_definition(scores, top_k, top_p, min_p) if scores[i] > -torch.inf}
+    if allowed != wanted:  # a mass that ties with top_p but for rounding
+        border = [float(scores[i]) for i in allowed ^ wanted]
+        assert min(border) == max(border)
+        floor = kept_by_definition(scores, top_k, 1.0, 0.0)
+        mass = {i: math.exp(float(scores[i] - scores.max())) for i in floor}
+        larger = sum(m for i, m in mass.items() if scores[i] > border[0])
+        assert larger == pytest.approx(top_p * sum(mass.values()), rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("top_k", "top_p", "wanted"),
+    [
+        (1, 1.0, [1]),
+        (2, 1.0, [1, 3, 4]),
+        (4, 1.0, [0, 1, 2, 3, 4]),
+        (0, 0.5, [1, 3, 4]),
+        (0, 0.9, [0, 1, 2, 3, 4]),
+        (2, 0.3, [1]),
+    ],
+)
+def test_equal_scores_are_kept_or_dropped_together(
+    top_k: int, top_p: float, wanted: list[int]
+) -> None:
+    """Masses 1, 4, 1, 3, 3: a sort would keep one of the two threes, whichever it put first."""
+    scores = torch.log(torch.tensor([1.0, 4.0, 1.0, 3.0, 3.0]))
+    assert kept(scores, top_k, top_p, 0.0)[1].tolist() == wanted
 
 
 def test_penalties_and_bias_follow_their_definitions() -> None:

@@ -14,12 +14,13 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from starlette.types import ASGIApp
 
 from capserve.api.app import create_app
@@ -58,7 +59,10 @@ CLOSE_TIMEOUT_S = 30.0
 """For what waits to be written when the server stops. Longer than a slow disk needs for the last
 capsules; what is late then is lost, and read again by the next server."""
 
-OnProgress = Callable[[int, int], None]
+OnProgress = Callable[[str, int, int], None]
+"""Called with what is going on, how much of it is done, and how much there is."""
+
+LOADING, WARMING = "loading", "warming up"
 """Called with (bytes loaded, bytes in all)."""
 
 
@@ -113,7 +117,8 @@ def load_engine(
         capsule_budget_bytes=settings.capsule_budget_bytes,
         gpu_budget_bytes=settings.gpu_budget_bytes,
         pending_bytes=_pending_bytes(settings),
-        progress=progress,
+        progress=None if progress is None else partial(progress, LOADING),
+        warming=None if progress is None else partial(progress, WARMING),
     )
 
 
@@ -141,8 +146,13 @@ def plan_line(plan: MemoryPlan) -> str:
     )
 
 
-def assemble(settings: Settings, progress: OnProgress | None = None) -> Assembly:
-    """Load the model and wire the server around it. Raises StartupError's children."""
+def assemble(
+    settings: Settings, progress: OnProgress | None = None, engine: TorchEngine | None = None
+) -> Assembly:
+    """Load the model and wire the server around it. Raises StartupError's children.
+
+    With `engine`, which must know the tokenizer's ids, only texts are read from the checkpoint.
+    """
     keys = api_keys(settings)
     path, found_name = resolve_model(settings.model)
     name = settings.served_model_name or found_name
@@ -152,7 +162,8 @@ def assemble(settings: Settings, progress: OnProgress | None = None) -> Assembly
     generation = read_generation_config(path)
     end_tokens = _end_tokens(generation, prompts, tokenizer)
     # Text before weights: a broken template is found in milliseconds, a model takes minutes.
-    engine = load_engine(settings, path, tokenizer.vocab_size, progress)
+    if engine is None:
+        engine = load_engine(settings, path, tokenizer.vocab_size, progress)
     limits = _limits(settings, engine.limits)
     transcripts, metrics = Transcripts(), MetricsLog()
     model = ModelInfo(
@@ -184,6 +195,7 @@ def assemble(settings: Settings, progress: OnProgress | None = None) -> Assembly
         archive=archive,
         desk=SessionDesk(engine, store, keeper, sessions, transcripts, archive, prompts),
         watch=Watch(settings.watchdog_s),
+        prepare=engine.attach,
     )
     if disk is not None:
         began = time.monotonic()
@@ -272,11 +284,21 @@ def serving(settings: Settings, console: Console) -> Iterator[Running]:
 
 
 def assemble_visibly(settings: Settings, console: Console) -> Assembly:
-    """`assemble` under a progress bar."""
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
+    """`assemble` under progress bars: bytes read, then what a card's step is made of."""
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("loading", total=None)
-        return assemble(settings, lambda done, total: bar.update(task, completed=done, total=total))
+        tasks = {LOADING: bar.add_task(LOADING, total=None)}
+
+        def progress(what: str, done: int, total: int) -> None:
+            if what not in tasks:
+                tasks[what] = bar.add_task(what)
+            bar.update(tasks[what], completed=done, total=total)
+
+        assembly = assemble(settings, progress)
+        warmed = bar.tasks[tasks[WARMING]] if WARMING in tasks else None
+    if warmed is not None:
+        console.print(f"captured {warmed.total:.0f} graphs in {warmed.finished_time:.1f} s")
+    return assembly
 
 
 def read_generation_config(path: Path) -> dict[str, Any]:

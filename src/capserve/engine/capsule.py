@@ -122,6 +122,7 @@ class LiveSegments:
         state.conv[:, : state.taps].copy_(small.conv, non_blocking=True)
         state.hidden[0].copy_(small.hidden, non_blocking=True)
         names: list[bytes] = []
+        fresh: list[Segment] = []
         for i, segment in enumerate(capsule.segments):
             start, end = segment.label.start, segment.label.end
             full = end - start == SEGMENT_TOKENS
@@ -132,10 +133,13 @@ class LiveSegments:
                 self._held[i : i + 1] = [_UNKNOWN]
             else:
                 self.written_from(start)
-            state.kv[:, :, :, start:end].copy_(segment.kv, non_blocking=True)
+            fresh.append(segment)
             moved += segment.nbytes
-            if full:
-                self._held[i] = segment.name
+        self._tiers.place(state.kv, [(part.label.start, part.kv) for part in fresh])
+        for segment in fresh:
+            start, end = segment.label.start, segment.label.end
+            if end - start == SEGMENT_TOKENS:
+                self._held[start // SEGMENT_TOKENS] = segment.name
         self._tiers.wait()  # the capsule may be gone when this returns
         self.history.restore(names, small.history.numpy(), capsule.position, capsule.root)
         return moved

@@ -74,9 +74,9 @@ class Decode(Protocol):
 class HostDecode:
     """Decodes with one call a draft and one a verify, and judges on the host."""
 
-    def __init__(self, model: Qwen35, state: State, vocab: int, device: torch.device) -> None:
+    def __init__(self, model: Qwen35, state: State, vocab: int) -> None:
         self._model, self._state = model, state
-        self._vocab, self._device = vocab, device
+        self._vocab, self._device = vocab, model.device
         self.pending: int | None = None
         self._sampler: Sampler | None = None
         self._waiting_tokens: list[int] = []

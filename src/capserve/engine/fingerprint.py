@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import json
 import platform
+from functools import cache
 from hashlib import blake2b, file_digest
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import numba
@@ -40,6 +42,8 @@ def fingerprint_of(path: Path, dtype: torch.dtype, device: torch.device, prefill
         "torch": torch.__version__,
         "numba": numba.__version__,
         "numpy": np.__version__,
+        "triton": _triton_version() if device.type == "cuda" else "",
+        "source": source_digest(),
     }
     digest = blake2b(json.dumps(values, sort_keys=True).encode(), digest_size=16)
     digest.update(blake2b((path / "config.json").read_bytes()).digest())
@@ -48,6 +52,23 @@ def fingerprint_of(path: Path, dtype: torch.dtype, device: torch.device, prefill
     for file in files:
         digest.update(content_digest(file) if whole else sample_digest(file))
     return digest.hexdigest()
+
+
+@cache
+def source_digest() -> str:
+    """Of the code that computes: another block size or another order of a sum is another engine."""
+    digest = blake2b(digest_size=16)
+    for room in ("kernels", "layers", "models"):
+        for file in sorted((Path(__file__).parent / room).rglob("*.py")):
+            digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+def _triton_version() -> str:
+    try:
+        return version("triton")
+    except PackageNotFoundError:
+        return "none"
 
 
 def machine_kind(device: torch.device) -> str:

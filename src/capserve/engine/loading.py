@@ -1,8 +1,10 @@
 """How does a Hugging Face directory become the tensors that the model needs?
 
 Names and shapes are checked against the model's own table before anything is read. Accepted: one or
-more safetensors files, prefix `model.` or `model.language_model.`, tied or untied head. Vision
-tensors are skipped. Anything missing, misshapen or unknown is refused by the tensor's name.
+more safetensors files, prefix `model.` or `model.language_model.`, tied or untied head, matrices in
+float or in FP8 with a scale for each square of 128 (a tensor's own companions decide, not what the
+config claims). Vision tensors are skipped. Anything missing, misshapen or unknown is refused by the
+tensor's name.
 """
 
 from __future__ import annotations
@@ -17,10 +19,13 @@ from torch import Tensor
 
 from capserve.engine.models.config import ModelConfig
 from capserve.engine.models.qwen3_5 import tensor_shapes
+from capserve.engine.weights import BLOCK, BlockFp8Weight, Weight
 from capserve.errors import CheckpointError
 
 Progress = Callable[[int, int], None]
 """Called with (bytes done, bytes in all)."""
+
+_CPU = torch.device("cpu")
 
 _SKIPPED = ("model.visual.", "visual.", "vision_tower.", "model.vision_tower.")
 
@@ -59,9 +64,14 @@ def index_tensors(path: Path) -> dict[str, Path]:
 
 
 def load_weights(
-    path: Path, config: ModelConfig, dtype: torch.dtype, progress: Progress | None = None
-) -> tuple[ModelConfig, dict[str, Tensor]]:
-    """The tensors of `tensor_shapes(config)`: matrices in `dtype`, vectors as they are stored.
+    path: Path,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    progress: Progress | None = None,
+    device: torch.device = _CPU,
+) -> tuple[ModelConfig, dict[str, Tensor | Weight]]:
+    """The tensors of `tensor_shapes(config)` on `device`: plain matrices in `dtype`, FP8 ones in
+    their form, vectors as they are stored.
 
     An MTP head that the config promises but no tensor belongs to is left out (repacks often lose
     it): the config returned says so. Raises CheckpointError naming the tensor and both shapes.
@@ -80,7 +90,8 @@ def load_weights(
         raise CheckpointError(
             f"{path}: tensor {missing[0]} {expected[missing[0]]} is missing{more}"
         )
-    unknown = sorted(on_disk.keys() - expected.keys())
+    scales = {name: _scale_of(name) for name in expected if _scale_of(name) in on_disk}
+    unknown = sorted(on_disk.keys() - expected.keys() - set(scales.values()))
     if config.tie_word_embeddings and "lm_head.weight" in unknown:
         unknown.remove("lm_head.weight")  # some re-saves write the tied head out
     if not config.mtp_layers:
@@ -90,21 +101,33 @@ def load_weights(
             f"{path}: tensor {unknown[0]} does not belong to this model "
             f"({len(unknown)} unknown in all): another form or architecture?"
         )
-    return config, _read(expected, on_disk, dtype, progress)
+    return config, _read(expected, on_disk, scales, dtype, progress, device)
+
+
+def _scale_of(name: str) -> str:
+    """Where the scales of an FP8 matrix stand."""
+    return f"{name}_scale_inv"
 
 
 def _read(
     expected: dict[str, tuple[int, ...]],
     on_disk: dict[str, tuple[str, Path]],
+    scales: dict[str, str],
     dtype: torch.dtype,
     progress: Progress | None,
-) -> dict[str, Tensor]:
+    device: torch.device,
+) -> dict[str, Tensor | Weight]:
     by_file: dict[Path, list[str]] = {}
     for name in expected:
         by_file.setdefault(on_disk[name][1], []).append(name)
     total = sum(file.stat().st_size for file in by_file)
     done = 0
-    tensors: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor | Weight] = {}
+    found: dict[str, Tensor] = {}
+    for name, companion in scales.items():
+        rows, columns = expected[name]
+        expected = expected | {companion: (-(-rows // BLOCK), -(-columns // BLOCK))}
+        by_file.setdefault(on_disk[companion][1], []).append(companion)
     for file, names in by_file.items():
         with _open(file) as handle:
             for name in names:
@@ -115,15 +138,31 @@ def _read(
                         f"{file}: tensor {raw} has shape {shape}, expected {expected[name]}"
                     )
                 tensor = handle.get_tensor(raw)
-                if not tensor.is_floating_point():
-                    raise CheckpointError(f"{file}: tensor {raw} is {tensor.dtype}, not a float")
-                tensors[name] = tensor if tensor.dim() == 1 else tensor.to(dtype)
+                narrow = tensor.dtype is torch.float8_e4m3fn
+                if not tensor.is_floating_point() or narrow != (name in scales):
+                    raise CheckpointError(f"{file}: tensor {raw} is {_described(tensor)}")
+                as_stored = tensor.dim() == 1 or name in scales or name in scales.values()
+                found[name] = tensor.to(device, None if as_stored else dtype)
                 done += tensor.numel() * tensor.element_size()
                 if progress is not None:
                     progress(min(done, total), total)
     if progress is not None:
         progress(total, total)
+    for name in list(found):
+        if name in scales:
+            weight, scale = found[name], found[scales[name]]
+            tensors[name] = BlockFp8Weight(weight.contiguous(), scale.float().contiguous())
+        elif name not in scales.values():
+            tensors[name] = found[name]
     return tensors
+
+
+def _described(tensor: Tensor) -> str:
+    if tensor.dtype is torch.float8_e4m3fn:
+        return f"{tensor.dtype} without a weight_scale_inv beside it"
+    if not tensor.is_floating_point():
+        return f"{tensor.dtype}, not a float"
+    return f"{tensor.dtype} with a weight_scale_inv beside it, expected float8_e4m3fn"
 
 
 def _open(file: Path) -> safe_open:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from capserve.engine import card_bytes
 from capserve.engine.layers.linear import Linear
 from capserve.engine.layers.rotary import Rotary
 from capserve.engine.models.config import ModelConfig
@@ -55,7 +56,7 @@ class MemoryPlan:
     state_bytes: int
     """Small state, row buffers, scratch and the table of rotary angles."""
     workspace_bytes: int
-    """Activations of one prefill chunk: an estimate."""
+    """Activations of one prefill chunk: an estimate. On a card, buffers of a decode step too."""
     capsule_bytes: int
     """The host tier's budget."""
     gpu_capsule_bytes: int
@@ -122,12 +123,23 @@ def plan(
     kv = state.kv_per_token * positions
     matrix = Linear.element_bytes(device, dtype)
     return MemoryPlan(
-        weights_bytes=weight_bytes(config, dtype, vocab, matrix_bytes=matrix),
+        weights_bytes=weight_bytes(
+            config,
+            dtype,
+            vocab,
+            matrix_bytes=matrix,
+            quantised_bytes=1 if device.type == "cuda" else 4,
+        ),
         kv_bytes=kv,
-        state_bytes=state.buffers(config, dtype, positions)
+        state_bytes=state.buffers(config, dtype, positions, on_card=device.type == "cuda")
         - kv
         + Rotary.table_bytes(config.rotary_dim, positions, dtype),
-        workspace_bytes=_workspace_bytes(config, prefill_chunk, vocab),
+        workspace_bytes=(
+            card_bytes.step_bytes(config, dtype, device, vocab)
+            + card_bytes.chunk_bytes(config, dtype, prefill_chunk)
+            if device.type == "cuda"
+            else _workspace_bytes(config, prefill_chunk, vocab)
+        ),
         capsule_bytes=capsule_budget_bytes,
         gpu_capsule_bytes=gpu_budget_bytes if device.type == "cuda" else 0,
         pending_bytes=pending_bytes,

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import ParamSpec, TypeVar
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from capserve.engine import memory
 from capserve.engine.capsule import LiveSegments, TorchCapsule
@@ -40,6 +42,10 @@ from capserve.engine.state import State, StateBytes
 from capserve.engine.tiers import Tiers
 from capserve.errors import ContextLengthError, StartupError
 
+if TYPE_CHECKING:
+    from capserve.engine.card_decode import CardDecode
+    from capserve.engine.models.qwen3_5_prefill import ChunkNetwork
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -60,12 +66,36 @@ class TorchEngine:
         vocab: int,
         max_drafts: int,
         fingerprint: str,
+        card: bool | None = None,
+        capture: bool = True,
     ) -> None:
+        """card: decode by the card's kernels, as is done on CUDA when None. capture: replay them as
+        graphs on CUDA; without it each is launched anew, which gives the same bits."""
         config, dtype, device = model.config, model.dtype, model.device
+        on_cuda = device.type == "cuda"
+        card = on_cuda if card is None else card
         self._model = model
         self._device = device
+        max_drafts = min(max_drafts, MAX_DRAFTS) if model.mtp is not None else 0
         with torch.inference_mode():
-            self._state = State(config, dtype, device, positions)
+            self._state = State(config, dtype, device, positions, for_card=card)
+            self._decode: Decode
+            self._card: CardDecode | None = None
+            self._chunks: ChunkNetwork | None = None
+            self._absorb: Callable[[Tensor, int], Tensor]
+            if card:
+                # their kernels need Triton, which a host without a card may not have
+                from capserve.engine.card_decode import CardDecode
+                from capserve.engine.models.qwen3_5_prefill import ChunkNetwork
+
+                self._decode = self._card = CardDecode(
+                    model, self._state, vocab, max_drafts=max_drafts, capture=capture and on_cuda
+                )
+                self._chunks = ChunkNetwork(model, self._state, prefill_chunk)
+                self._absorb = self._chunks.absorb
+            else:
+                self._decode = HostDecode(model, self._state, vocab)
+                self._absorb = partial(model.absorb, self._state)
         tiers = Tiers(device)
         pool = PartPool(tiers)
         self._live = LiveSegments(self._state, tiers, pool, fingerprint)
@@ -75,7 +105,7 @@ class TorchEngine:
             model_name=config.name,
             vocab_size=vocab,
             max_positions=positions,
-            max_drafts=min(max_drafts, MAX_DRAFTS) if model.mtp is not None else 0,
+            max_drafts=max_drafts,
             prefill_chunk=prefill_chunk,
             grid=prefill_chunk,
             small_state_bytes=sizes.small_state,
@@ -88,7 +118,6 @@ class TorchEngine:
         )
         self._prefill_threads = torch.get_num_threads()
         self._position = 0
-        self._decode: Decode = HostDecode(model, self._state, vocab, device)
 
     @classmethod
     def load(
@@ -106,12 +135,17 @@ class TorchEngine:
         gpu_budget_bytes: int = 0,
         pending_bytes: int = 0,
         progress: Progress | None = None,
+        warming: Progress | None = None,
+        card: bool | None = None,
+        capture: bool = True,
     ) -> TorchEngine:
         """An engine for the checkpoint in `path`, a Hugging Face directory.
 
         dtype `auto` is float32 on CPU and bfloat16 on CUDA. threads: of prefill on CPU; one less
         than the cores when None, for the server's event loop and the agent's own work. vocab: ids
-        that the tokenizer has; the rest of the head is padding. Raises CheckpointError, or
+        that the tokenizer has; the rest of the head is padding. progress: told of bytes read;
+        warming: of pieces of a card's step made ready. card, capture: see `TorchEngine`. Raises
+        CheckpointError, or
         MemoryBudgetError before any weight is read.
         """
         config, chosen, where, positions, ids = _resolve(path, dtype, device, max_model_len, vocab)
@@ -129,8 +163,7 @@ class TorchEngine:
         if where.type == "cpu":
             torch.set_num_threads(threads or max(1, len(os.sched_getaffinity(0)) - 1))
         with torch.inference_mode():
-            config, weights = load_weights(path, config, chosen, progress)
-            weights = {name: tensor.to(where) for name, tensor in weights.items()}
+            config, weights = load_weights(path, config, chosen, progress, where)
             model = Qwen35(config, weights, where, vocab=ids, positions=positions)
         engine = cls(
             model,
@@ -139,8 +172,10 @@ class TorchEngine:
             vocab=ids,
             max_drafts=max_drafts,
             fingerprint=fingerprint_of(path, chosen, where, prefill_chunk),
+            card=card,
+            capture=capture,
         )
-        engine.warm_up()
+        engine.warm_up(warming)
         return engine
 
     @property
@@ -153,14 +188,18 @@ class TorchEngine:
 
     @property
     def graph_capture_count(self) -> int:
-        return 0
+        return 0 if self._card is None else self._card.captured
 
-    def warm_up(self) -> None:
-        """Run everything once, so that no live request pays for first calls: compiled loops, the
-        libraries' own tables, memory that is touched for the first time."""
+    def warm_up(self, told: Progress | None = None) -> None:
+        """Run everything once, so that no live request pays for first calls: compiled loops and
+        kernels, graphs, the libraries' own tables, memory that is touched for the first time."""
         room = self._limits.max_positions
+        self.attach()
         tokens = np.zeros(max(1, min(self._limits.prefill_chunk, room - MAX_ROWS)), np.int32)
         self.extend(tokens)
+        if self._card is not None:
+            with torch.inference_mode():
+                self._card.record(told)
         for drafts in {0, self._limits.max_drafts}:
             self.begin(Sampling(temperature=1.0, top_k=2, drafts=drafts), tokens)
             self.step()
@@ -170,6 +209,15 @@ class TorchEngine:
         self.restore(self.snapshot())
         self.reset()
         self._live.written_from(0)  # what ran here is no history of anybody
+
+    @_inference
+    def attach(self) -> None:
+        """Make ready for the thread that calls from now on, with nothing absorbed yet: cuDNN's
+        plans belong to the thread that made them, and take tenths of a second. Nothing on CPU."""
+        assert self._position == 0, "a thread takes over an engine before its first token"
+        if self._chunks is not None and self._device.type == "cuda":
+            self._chunks.warm_up()
+            self._state.reset()
 
     @_inference
     def reset(self) -> None:
@@ -190,13 +238,13 @@ class TorchEngine:
         self._settle()
         self._decode.forget()
         self._use_threads(self._prefill_threads)
-        ids = torch.from_numpy(np.ascontiguousarray(tokens)).to(self._device).long()
+        ids = torch.from_numpy(np.ascontiguousarray(tokens, np.int32)).to(self._device)
         first = self._position
         while self._position < end:
             stop = self._limits.chunk_end(self._position, end)
             chunk = ids[self._position - first : stop - first]
             self._live.written_from(self._position)
-            hidden = self._model.absorb(chunk, self._state, self._position)
+            hidden = self._absorb(chunk, self._position)
             self._state.hidden[0] = hidden[-1]
             self._live.history.prefilled(tokens[self._position - first : stop - first])
             self._live.absorbed()
@@ -214,6 +262,7 @@ class TorchEngine:
         decided = [] if output is None else output.tolist()
         if decided:
             assert self._position == len(context) + len(decided) - 1, "output is not this state's"
+        self._settle()
         self._decode.begin(sampling, context, decided, constraint)
 
     @_inference

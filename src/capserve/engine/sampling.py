@@ -4,6 +4,7 @@ One rule for greedy and sampling: after penalties, bias, mask and temperature, a
 that top-k, top-p and min-p keep, the id with the largest logit plus Gumbel noise (Gumbel-max). The
 noise is a function of (seed, position, id), so the choice is a function of logits and position
 alone (E5): no generator is advanced, and a draft made with the same noise agrees more often.
+What the filters keep is defined in `kernels/sampling/reference.py`, for host and card.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from capserve.engine.kernels.philox.reference import gumbel
+from capserve.engine.kernels.sampling.reference import logprobs, pick
 from capserve.engine.seam import Sampling, TokenArray, TokenConstraint, TokenLogprob, TokenMask
 
 
@@ -144,11 +145,8 @@ class Sampler:
         temperature."""
         scores = self._masked(logits)
         token = self._pick(scores, position)
-        logprobs = torch.log_softmax(scores, -1)
-        values, ids = torch.topk(logprobs, min(self.sampling.top_logprobs or 0, len(logprobs)))
-        ranked = zip(ids.tolist(), values.tolist(), strict=True)
-        top = tuple((id_, value) for id_, value in ranked if value > -torch.inf)
-        return token, TokenLogprob(token, float(logprobs[token]), top)
+        (entry,) = logprobs(scores.unsqueeze(0), [token], self.sampling.top_logprobs or 0)
+        return token, entry
 
     def _masked(self, logits: Tensor) -> Tensor:
         scores = self._penalised(logits)
@@ -169,26 +167,13 @@ class Sampler:
         return logits
 
     def _pick(self, scores: Tensor, position: int) -> int:
-        if self.sampling.temperature == 0:
-            return int(scores.argmax())
-        kept, ids = self._filtered(scores / self.sampling.temperature)
-        return int(ids[(kept + gumbel(ids, position, self.sampling.seed)).argmax()])
-
-    def _filtered(self, scores: Tensor) -> tuple[Tensor, Tensor]:
-        """The scores and ids that top-k, then top-p, then min-p keep; at least one."""
         s = self.sampling
-        if 0 < s.top_k < len(scores):
-            scores, ids = torch.topk(scores, s.top_k)
-        elif s.top_p < 1.0:
-            scores, ids = torch.sort(scores, descending=True, stable=True)
-        else:
-            ids = torch.arange(len(scores), device=scores.device)
-        if s.top_p < 1.0:
-            probs = torch.softmax(scores, -1)
-            before = probs.cumsum(-1) - probs
-            count = max(1, int((before < s.top_p).sum()))
-            scores, ids = scores[:count], ids[:count]
-        if s.min_p > 0.0:
-            likely = scores >= scores.max() + torch.log(torch.tensor(s.min_p))
-            scores, ids = scores[likely], ids[likely]
-        return scores, ids
+        return pick(
+            scores,
+            position,
+            temperature=s.temperature,
+            top_k=s.top_k,
+            top_p=s.top_p,
+            min_p=s.min_p,
+            seed=s.seed,
+        )

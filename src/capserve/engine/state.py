@@ -57,7 +57,9 @@ class StateBytes:
         """Everything of a capsule that does not grow with its position."""
         return self.recurrent + self.conv + self.hidden + self.history
 
-    def buffers(self, config: ModelConfig, dtype: torch.dtype, positions: int) -> int:
+    def buffers(
+        self, config: ModelConfig, dtype: torch.dtype, positions: int, *, on_card: bool
+    ) -> int:
         """Bytes of the static buffers of a `State` with room for `positions` tokens."""
         size = dtype.itemsize
         linear = config.linear_layers
@@ -66,12 +68,16 @@ class StateBytes:
             config.linear_key_head_dim,
             config.linear_value_head_dim,
         )
-        rows = linear * MAX_ROWS * heads * (2 * key + value + 1) * 4
+        kept = key + value + 1  # what a row leaves for the fold; on the host q stands beside k
         conv_rows = linear * MAX_ROWS * config.conv_dim * size
-        scratch = heads * key * value * 4 + MAX_ROWS * heads * value * 4
-        gates = ROW_TILE * 2 * heads * size
         waiting = (MAX_ROWS - 1) * config.hidden_size * size
-        fixed = rows + conv_rows + scratch + gates + waiting
+        fixed = conv_rows + waiting
+        if on_card:
+            fixed += linear * MAX_ROWS * heads * kept * 4
+        else:
+            fixed += linear * MAX_ROWS * heads * (key + kept) * 4
+            fixed += heads * key * value * 4 + MAX_ROWS * heads * value * 4  # scratch, o
+            fixed += ROW_TILE * 2 * heads * size  # gates
         small = self.recurrent + self.conv + self.hidden
         return small + self.kv_per_token * positions + fixed
 
@@ -102,8 +108,15 @@ class State:
     """The live buffers. Mechanism only: the model writes them, the runtime moves them."""
 
     def __init__(
-        self, config: ModelConfig, dtype: torch.dtype, device: torch.device, positions: int
+        self,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        positions: int,
+        *,
+        for_card: bool = False,
     ) -> None:
+        """for_card: with the row buffers of `card_decode.py` instead of `decode.py`'s."""
         self.config = config
         self.max_positions = positions
         self.taps = config.linear_conv_kernel_dim - 1
@@ -130,6 +143,18 @@ class State:
         """Final-normed hidden states [R, hidden]: the last row in use is that of position - 1, the
         rows before it wait for their MTP slots to be built. Settled, it is row 0."""
 
+        self.accepted_rows = 0
+        """Rows of the last verify that are part of the state. Row 0, the pending token's, landed at
+        once, since it is always accepted; the others are folded in by `settle`."""
+        self.compiled: list[tuple[Array, ...]] | None = None
+        """Each linear layer's buffers as kernels/gated_delta/cpu.py takes them; None where torch's
+        form runs."""
+        if for_card:
+            # all accepted rows are folded by the card's next step, which counts them itself
+            self.row_k = buffer(linear, MAX_ROWS, heads, key, dtype=torch.float32)
+            self.row_d = buffer(linear, MAX_ROWS, heads, value, dtype=torch.float32)
+            self.row_decay = buffer(linear, MAX_ROWS, heads, dtype=torch.float32)
+            return
         # rows under verification: what `fold` needs to land on an accepted one
         self.row_qk = buffer(linear, MAX_ROWS, 2, heads, 1, key, dtype=torch.float32)
         self.row_d = buffer(linear, MAX_ROWS, heads, 1, value, dtype=torch.float32)
@@ -138,14 +163,9 @@ class State:
         self.scratch = buffer(heads, key, value, dtype=torch.float32)
         self.gates = buffer(ROW_TILE, 2 * heads)
         """One tile of gate inputs [b | a]; rows beyond those in use hold old, finite values."""
-        self.accepted_rows = 0
-        """Rows of the last verify that are part of the state. Row 0, the pending token's, landed at
-        once, since it is always accepted; the others are folded in by `settle`."""
         self._views: dict[tuple[int, int], RowViews] = {}
-        on_cpu = device.type == "cpu" and dtype == torch.float32
-        self.compiled = [self._arrays(slot) for slot in range(linear)] if on_cpu else None
-        """Each linear layer's buffers as kernels/gated_delta/cpu.py takes them; None where torch's
-        form runs."""
+        if device.type == "cpu" and dtype == torch.float32:
+            self.compiled = [self._arrays(slot) for slot in range(linear)]
 
     @property
     def nbytes(self) -> int:

@@ -8,10 +8,13 @@ queued; `wait` is called before anybody else reads or reuses it.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from capserve.engine.kernels.segments.reference import place
 
 HOST = "host"
 GPU = "gpu"
@@ -43,6 +46,17 @@ class Tiers:
         # NumPy lets other threads run while it copies, and knows no bfloat16: hence bytes
         np.copyto(kept.reshape(-1).view(torch.uint8).numpy(), np.frombuffer(data, np.uint8))
         return kept
+
+    def place(self, kv: Tensor, segments: Sequence[tuple[int, Tensor]]) -> None:
+        """KV segments [layers, 2, Hkv, n, D] into `kv` [layers, 2, Hkv, P, D], each from its first
+        slot on; complete after `wait`."""
+        starts, tensors = [start for start, _ in segments], [kept for _, kept in segments]
+        if all(kept.is_cuda for kept in tensors) and tensors:
+            from capserve.engine.kernels.segments.triton import place as place_on_card
+
+            place_on_card(kv, tensors, starts)
+        else:
+            place(kv, tensors, starts)
 
     def wait(self) -> None:
         """Until every copy that was queued is done."""

@@ -22,6 +22,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
@@ -93,7 +94,10 @@ class EngineWorker:
         meter: RateMeter | None = None,
         watch: Watch | None = None,
         idle_check_s: float = IDLE_CHECK_S,
+        prepare: Callable[[], None] = lambda: None,
     ) -> None:
+        """prepare: what the engine's thread does before anything else."""
+        self._prepare = prepare
         self._engine = engine
         self._engine_limits = engine.limits
         self._limits = limits
@@ -282,6 +286,11 @@ class EngineWorker:
 
     def _loop(self) -> None:
         self._publish()  # what came back from disk
+        try:
+            self._prepare()
+        except Exception as error:
+            log.exception("the engine's thread could not be prepared")
+            self._break_down(error)
         while self._wait():
             try:
                 self._look_around()

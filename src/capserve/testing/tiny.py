@@ -9,13 +9,15 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors.torch import save_file
 
+from capserve.engine.models.assembly import quantisable
 from capserve.engine.models.config import ModelConfig
 from capserve.engine.models.qwen3_5 import tensor_shapes
+from capserve.engine.weights import quantised
 
 
 @dataclass(frozen=True)
@@ -90,13 +92,32 @@ SHAPES = {
                 num_hidden_layers=8,
             ),
         ),
+        TinyShape(
+            "two-layers",
+            _config(
+                vocab_size=96,
+                hidden_size=32,
+                intermediate_size=32,
+                num_hidden_layers=2,
+                full_attention_interval=2,
+                num_attention_heads=2,
+                num_key_value_heads=1,
+                head_dim=16,
+                linear_num_key_heads=1,
+                linear_num_value_heads=2,
+            ),
+        ),
         TinyShape("no-mtp", _config(linear_value_head_dim=24), drop_mtp=True),
     )
 }
 
 
-def write_checkpoint(path: Path, shape: TinyShape, seed: int = 0) -> Path:
+def write_checkpoint(
+    path: Path, shape: TinyShape, seed: int = 0, form: Literal["plain", "fp8"] = "plain"
+) -> Path:
     """Write a random checkpoint of `shape` into `path` (made if absent); returns `path`.
+
+    form: `fp8` as the official FP8 folders are, with bfloat16 scales for squares of 128.
 
     Weights are scaled so that logits have a spread of about 1 and that the network is well
     conditioned: with residual branches four times as strong, transformers' own float32 logits are
@@ -128,7 +149,13 @@ def write_checkpoint(path: Path, shape: TinyShape, seed: int = 0) -> Path:
             tensor = noise / size[-1] ** 0.5
         keep = shape.gates_in_float32 and name.endswith(("A_log", "linear_attn.norm.weight"))
         stored = tensor if keep or not shape.gates_in_float32 else tensor.bfloat16()
-        tensors[_on_disk(name, nested=shape.nested)] = stored.contiguous()
+        on_disk = _on_disk(name, nested=shape.nested)
+        if form == "fp8" and quantisable(name):
+            narrow = quantised(stored.float())
+            tensors[on_disk] = narrow.weight
+            tensors[f"{on_disk}_scale_inv"] = narrow.scale.bfloat16()
+        else:
+            tensors[on_disk] = stored.contiguous()
     if shape.nested:
         tensors["model.visual.patch_embed.proj.weight"] = torch.zeros(4, 4)
         top = {
@@ -139,6 +166,13 @@ def write_checkpoint(path: Path, shape: TinyShape, seed: int = 0) -> Path:
         }
     else:
         top = dict(shape.config)
+    if form == "fp8":
+        top["quantization_config"] = {
+            "quant_method": "fp8",
+            "fmt": "e4m3",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [128, 128],
+        }
     (path / "config.json").write_text(json.dumps(top | shape.extra, indent=1), encoding="utf-8")
     _save(path, tensors, shape.shards)
     return path

@@ -20,19 +20,20 @@ class RmsNorm:
 
     def __init__(self, scale: Tensor, eps: float) -> None:
         """scale [D], or [H, D] for a norm with a weight a head; float32."""
-        self._scale = scale
+        self.scale = scale
+        self.eps = eps
         self._rows_scale = (
             scale.reshape(-1, scale.shape[-1]).numpy() if scale.device.type == "cpu" else None
         )
-        self._eps = np.float32(eps)
+        self._rows_eps = np.float32(eps)
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [..., D] any float dtype -> like x."""
         if self._rows_scale is not None and x.dtype == torch.float32 and len(x) <= MAX_ROWS:
             flat = x.reshape(-1, x.shape[-1]).numpy()
             y = np.empty(flat.shape, np.float32)
-            rms_norm(flat, self._rows_scale, self._eps, y)
+            rms_norm(flat, self._rows_scale, self._rows_eps, y)
             return torch.from_numpy(y).view(x.shape)
         f = x.float()
-        r = torch.mean(f * f, -1, keepdim=True).add_(float(self._eps)).rsqrt_()
-        return (f * r).mul_(self._scale).to(x.dtype)
+        r = torch.mean(f * f, -1, keepdim=True).add_(self.eps).rsqrt_()
+        return (f * r).mul_(self.scale).to(x.dtype)

@@ -30,6 +30,11 @@ class Rotary:
         self._cos = angle.cos().to(device, dtype)
         self._sin = angle.sin().to(device, dtype)
 
+    @property
+    def tables(self) -> Angles:
+        """Of all positions: cos and sin, [P, rotary_dim / 2]."""
+        return self._cos.squeeze(1), self._sin.squeeze(1)
+
     @staticmethod
     def table_bytes(rotary_dim: int, positions: int, dtype: torch.dtype) -> int:
         return positions * rotary_dim * dtype.itemsize

@@ -43,6 +43,8 @@ class ModelConfig:
     tie_word_embeddings: bool
     max_position_embeddings: int
     mtp_layers: int
+    fp8: bool = False
+    """Matrices are FP8 with a scale for each square of 128, as the config claims."""
 
     @property
     def linear_layers(self) -> int:
@@ -92,8 +94,7 @@ class ModelConfig:
             raise CheckpointError(
                 f"config.json: model_type {kind!r}; this engine runs qwen3_5_text"
             )
-        if raw.get("quantization_config") or text.get("quantization_config"):
-            raise CheckpointError("config.json: quantization_config: only unquantized weights load")
+        fp8 = _is_block_fp8(raw.get("quantization_config") or text.get("quantization_config"))
         if text.get("hidden_act", "silu") != "silu":
             raise CheckpointError(
                 f"config.json: hidden_act {text['hidden_act']!r}, expected 'silu'"
@@ -142,6 +143,7 @@ class ModelConfig:
             ),
             max_position_embeddings=read.integer("max_position_embeddings"),
             mtp_layers=int(text.get("mtp_num_hidden_layers", 0) or 0),
+            fp8=fp8,
         )
         _divides("num_key_value_heads", config.num_key_value_heads, "num_attention_heads",
                  config.num_attention_heads)  # fmt: skip
@@ -157,6 +159,23 @@ class ModelConfig:
                 f"config.json: mtp_num_hidden_layers {config.mtp_layers}, expected 0 or 1"
             )
         return config
+
+
+def _is_block_fp8(quantization: Mapping[str, Any] | None) -> bool:
+    """Raises CheckpointError for a quantization that does not load, by its method."""
+    if not quantization:
+        return False
+    method = quantization.get("quant_method")
+    if method != "fp8":
+        raise CheckpointError(
+            f"config.json: quantization_config.quant_method {method!r}, expected 'fp8'"
+        )
+    block = quantization.get("weight_block_size")
+    if block != [128, 128]:
+        raise CheckpointError(
+            f"config.json: quantization_config.weight_block_size {block!r}, expected [128, 128]"
+        )
+    return True
 
 
 class _Fields:

@@ -11,7 +11,6 @@ Tensor names in comments: T tokens, R rows, D hidden, Hq / Hkv attention heads, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,8 +27,10 @@ from capserve.engine.kernels.gated_delta.cpu import delta_rows
 from capserve.engine.layers.linear import Linear
 from capserve.engine.layers.norm import RmsNorm
 from capserve.engine.layers.rotary import Angles, Rotary
+from capserve.engine.models.assembly import Named, Weights, quantisable, stack
 from capserve.engine.models.config import LINEAR, ModelConfig
 from capserve.engine.state import State
+from capserve.engine.weights import BLOCK, PlainWeight
 
 
 @dataclass
@@ -93,9 +94,17 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def weight_bytes(config: ModelConfig, dtype: torch.dtype, vocab: int, *, matrix_bytes: int) -> int:
-    """Bytes of the loaded weights: the embedding in `dtype`, matrices of `matrix_bytes` an element,
-    norms and gate constants in float32.
+def weight_bytes(
+    config: ModelConfig,
+    dtype: torch.dtype,
+    vocab: int,
+    *,
+    matrix_bytes: int,
+    quantised_bytes: int,
+) -> int:
+    """Bytes of the loaded weights: the embedding in `dtype`, matrices of `matrix_bytes` an element
+    or, those that an FP8 checkpoint has quantised, of `quantised_bytes`; norms and gate constants
+    in float32. The scales of an FP8 matrix are counted where its elements take one byte.
 
     `vocab`: rows of the head that are kept. A tied head is a second, packed copy of them.
     """
@@ -108,6 +117,9 @@ def weight_bytes(config: ModelConfig, dtype: torch.dtype, vocab: int, *, matrix_
             count = vocab * config.hidden_size
         if len(shape) == 1 or name.endswith("conv1d.weight"):
             total += count * 4
+        elif config.fp8 and quantisable(name):
+            squares = -(-shape[0] // BLOCK) * -(-shape[1] // BLOCK)
+            total += count * quantised_bytes + (4 * squares if quantised_bytes == 1 else 0)
         else:
             total += count * (dtype.itemsize if "embed_tokens" in name else matrix_bytes)
     if config.tie_word_embeddings:
@@ -118,11 +130,11 @@ def weight_bytes(config: ModelConfig, dtype: torch.dtype, vocab: int, *, matrix_
 class Mlp:
     """down(silu(gate x) * up x)."""
 
-    def __init__(self, weights: _Weights) -> None:
+    def __init__(self, weights: Named) -> None:
         self.gate_up = Linear(
-            torch.cat([weights["mlp.gate_proj.weight"], weights["mlp.up_proj.weight"]])
+            weights.stacked("mlp.gate_proj.weight", "mlp.up_proj.weight"), weights.dtype
         )
-        self.down = Linear(weights["mlp.down_proj.weight"])
+        self.down = Linear(weights.matrix("mlp.down_proj.weight"), weights.dtype)
 
     def __call__(self, x: Tensor) -> Tensor:
         gate, up = self.gate_up(x).chunk(2, -1)
@@ -132,7 +144,7 @@ class Mlp:
 class FullAttention:
     """Grouped-query attention with per-head q/k norm, partial rotary and a sigmoid output gate."""
 
-    def __init__(self, config: ModelConfig, weights: _Weights, slot: int) -> None:
+    def __init__(self, config: ModelConfig, weights: Named, slot: int) -> None:
         heads, kv_heads, dim = (
             config.num_attention_heads,
             config.num_key_value_heads,
@@ -141,18 +153,10 @@ class FullAttention:
         self.heads, self.kv_heads, self.dim = heads, kv_heads, dim
         self.slot = slot
         # q_proj interleaves [query | gate] per head; one matrix, reordered: q, k, v, gate
-        query, gate = weights["self_attn.q_proj.weight"].reshape(heads, 2, dim, -1).unbind(1)
-        self.qkvg = Linear(
-            torch.cat(
-                [
-                    query.flatten(0, 1),
-                    weights["self_attn.k_proj.weight"],
-                    weights["self_attn.v_proj.weight"],
-                    gate.flatten(0, 1),
-                ]
-            )
-        )
-        self.out = Linear(weights["self_attn.o_proj.weight"])
+        query, gate = weights.query_and_gate("self_attn.q_proj.weight", heads, dim)
+        keys_values = (weights.matrix(f"self_attn.{name}_proj.weight") for name in "kv")
+        self.qkvg = Linear(stack([query, *keys_values, gate], weights.dtype), weights.dtype)
+        self.out = Linear(weights.matrix("self_attn.o_proj.weight"), weights.dtype)
         scales = [
             weights.scale("self_attn.q_norm.weight").expand(heads, dim),
             weights.scale("self_attn.k_norm.weight").expand(kv_heads, dim),
@@ -181,7 +185,7 @@ class FullAttention:
 class DeltaNet:
     """Gated delta net: short convolution, normalised q and k, delta rule, gated output norm."""
 
-    def __init__(self, config: ModelConfig, weights: _Weights, slot: int) -> None:
+    def __init__(self, config: ModelConfig, weights: Named, slot: int) -> None:
         self.slot = slot
         self.key_heads, self.value_heads = (
             config.linear_num_key_heads,
@@ -190,17 +194,18 @@ class DeltaNet:
         self.key, self.value = config.linear_key_head_dim, config.linear_value_head_dim
         names = ("qkv", "z", "b", "a")
         self.projections = Linear(
-            torch.cat([weights[f"linear_attn.in_proj_{name}.weight"] for name in names])
+            weights.stacked(*(f"linear_attn.in_proj_{name}.weight" for name in names)),
+            weights.dtype,
         )
         self.sizes = [config.conv_dim, config.value_dim, 2 * self.value_heads]
         self.qkv_sizes = [2 * config.key_dim, config.value_dim]
         taps = weights["linear_attn.conv1d.weight"].float()[:, 0].t().contiguous()  # [W, C]
-        self.conv = taps.unbind(0)
+        self.taps, self.conv = taps, taps.unbind(0)
         self.rate = -weights["linear_attn.A_log"].float().exp()  # [Hv]
         self.dt_bias = weights["linear_attn.dt_bias"].float()
         norm = weights["linear_attn.norm.weight"].float()
         self.norm = RmsNorm(norm, config.rms_norm_eps)
-        self.out = Linear(weights["linear_attn.out_proj.weight"])
+        self.out = Linear(weights.matrix("linear_attn.out_proj.weight"), weights.dtype)
         self.qk_floor = torch.tensor(1e-6, device=self.rate.device)
         # what kernels/gated_delta/cpu.py reads beside the state's buffers
         self.constants: tuple[Any, ...] = ()
@@ -282,7 +287,7 @@ class Layer:
     """x += mixer(norm(x)); x += mlp(norm(x))."""
 
     def __init__(
-        self, config: ModelConfig, weights: _Weights, mixer: DeltaNet | FullAttention
+        self, config: ModelConfig, weights: Named, mixer: DeltaNet | FullAttention
     ) -> None:
         self.mixer = mixer
         self.mlp = Mlp(weights)
@@ -311,9 +316,9 @@ class Mtp:
 
     FIRST_SLOT = 1
 
-    def __init__(self, config: ModelConfig, weights: _Weights) -> None:
+    def __init__(self, config: ModelConfig, weights: Named) -> None:
         eps = config.rms_norm_eps
-        self.fc = Linear(weights["mtp.fc.weight"])
+        self.fc = Linear(weights.matrix("mtp.fc.weight"))
         self.embedding_norm = RmsNorm(weights.scale("mtp.pre_fc_norm_embedding.weight"), eps)
         self.hidden_norm = RmsNorm(weights.scale("mtp.pre_fc_norm_hidden.weight"), eps)
         self.norm = RmsNorm(weights.scale("mtp.norm.weight"), eps)
@@ -334,22 +339,26 @@ class Qwen35:
     def __init__(
         self,
         config: ModelConfig,
-        weights: Mapping[str, Tensor],
+        weights: Weights,
         device: torch.device,
         *,
         vocab: int,
         positions: int,
     ) -> None:
-        """weights: the tensors of `tensor_shapes`, in model dtype. vocab: ids that exist; rows of
-        the head beyond it are padding and are left out. positions: the longest context."""
+        """weights: the tensors of `tensor_shapes`, plain ones in model dtype, which is that of the
+        embedding. vocab: ids that exist; rows of the head beyond it are padding and are left out.
+        positions: the longest context."""
         self.config = config
-        named = _Weights(weights)
         self.device = device
-        self.embedding = named["model.embed_tokens.weight"]
+        embedding = weights["model.embed_tokens.weight"]
+        assert isinstance(embedding, Tensor)
+        self.embedding = embedding
         self.dtype = self.embedding.dtype
+        named = Named(weights, self.dtype)
         self.rotary = Rotary(config.rotary_dim, config.rope_theta, positions, self.dtype, device)
         tied = config.tie_word_embeddings
-        self.head = Linear((self.embedding if tied else named["lm_head.weight"])[:vocab].clone())
+        head = (self.embedding if tied else named["lm_head.weight"])[:vocab].clone()
+        self.head = Linear(PlainWeight(head))
         self.norm = RmsNorm(named.scale("model.norm.weight"), config.rms_norm_eps)
         self.layers: list[Layer] = []
         linear_slot = full_slot = 0
@@ -365,6 +374,17 @@ class Qwen35:
             self.layers.append(Layer(config, inner, mixer))
         self.mtp = Mtp(config, named) if config.mtp_layers else None
 
+    @property
+    def step_bytes(self) -> int:
+        """Weight bytes that a decode step without drafts must read; the embedding's few rows and
+        the MTP head are not among them."""
+        matrices = [self.head]
+        for layer in self.layers:
+            mixer = layer.mixer
+            entry = mixer.qkvg if isinstance(mixer, FullAttention) else mixer.projections
+            matrices += [entry, mixer.out, layer.mlp.gate_up, layer.mlp.down]
+        return sum(matrix.step_bytes for matrix in matrices)
+
     def embed(self, tokens: Tensor) -> Tensor:
         """tokens [T] int64 -> [T, D]."""
         return functional.embedding(tokens, self.embedding)
@@ -373,7 +393,7 @@ class Qwen35:
         """A span for decode rows."""
         return Span(start, count, self.rotary.angles(start, count), rows=True)
 
-    def absorb(self, tokens: Tensor, state: State, start: int) -> Tensor:
+    def absorb(self, state: State, tokens: Tensor, start: int) -> Tensor:
         """Prefill tokens [T] at `start`, MTP slots too; final-normed hidden states [T, D].
 
         `state.hidden[0]` must be the hidden state of position start - 1 when start > 0.
@@ -411,20 +431,3 @@ class Qwen35:
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [R, D] -> [R, vocab] f32."""
         return self.head(hidden).float()
-
-
-class _Weights:
-    """Checkpoint tensors under a prefix; a name that is missing is a bug of the loader."""
-
-    def __init__(self, tensors: Mapping[str, Tensor], prefix: str = "") -> None:
-        self._tensors, self._prefix = tensors, prefix
-
-    def under(self, prefix: str) -> _Weights:
-        return _Weights(self._tensors, self._prefix + prefix)
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self._tensors[self._prefix + name]
-
-    def scale(self, name: str) -> Tensor:
-        """The float32 scale 1 + w of a norm stored around 0."""
-        return 1.0 + self[name].float()

@@ -67,3 +67,82 @@ def row(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Ten
 def fold(k: Tensor, d: Tensor, decay: Tensor, state: Tensor) -> None:
     """Repeat what `row` did to the state, bit for bit, from the d that it wrote."""
     state.mul_(decay).baddbmm_(k.transpose(1, 2), d)
+
+
+def features(projected: Tensor, history: Tensor, conv_weight: Tensor, rate: Tensor,
+             dt_bias: Tensor, heads: int, key: int, value: int, wide: torch.dtype):  # fmt: skip
+    """projected [T, C + Hv Dv + 2 Hv], history [W-1, C] -> q, k [T, Hv, Dk], v [T, Hv, Dv],
+    g, beta [T, Hv], z [T, Hv, Dv], in `wide`; shapes and constants as in the package."""
+    taps, channels = conv_weight.shape
+    mixed, z, b, a = projected.split([channels, heads * value, heads, heads], -1)
+    window = torch.cat([history, mixed]).to(wide)
+    x = sum(window[t : t + len(mixed)] * conv_weight[t].to(wide) for t in range(taps))
+    x = torch.nn.functional.silu(x)
+    qk, v = x.split([channels - heads * value, heads * value], -1)
+    qk = qk.reshape(len(mixed), 2, -1, key)
+    qk = qk * ((qk * qk).sum(-1, keepdim=True) + 1e-6).rsqrt()
+    q, k = qk.repeat_interleave(heads // qk.shape[2], 2).unbind(1)
+    g = torch.nn.functional.softplus(a.to(wide) + dt_bias.to(wide)) * rate.to(wide)
+    shape = (len(mixed), heads, value)
+    return q * key**-0.5, k, v.reshape(shape), g, b.to(wide).sigmoid(), z.to(wide).reshape(shape)
+
+
+def gated_norm(o: Tensor, z: Tensor, norm: Tensor, eps: float) -> Tensor:
+    """o, z [T, Hv, Dv] -> [T, Hv Dv]."""
+    y = o * ((o * o).mean(-1, keepdim=True) + eps).rsqrt() * norm.to(o.dtype)
+    return (y * torch.nn.functional.silu(z)).flatten(1)
+
+
+def delta_rows(projected: Tensor, conv: Tensor, conv_weight: Tensor, rate: Tensor, dt_bias: Tensor,
+               norm: Tensor, eps: float, recurrent: Tensor, row_k: Tensor, row_d: Tensor,
+               row_decay: Tensor, out: Tensor, rows: int,
+               wide: torch.dtype = torch.float32) -> None:  # fmt: skip
+    """Rows of a decode step between a layer's projections; tensors as in the package's docstring.
+
+    Writes `conv` from row W-1 on, row_k, row_d, row_decay and out, for `rows` rows. The state that
+    the rows leave is dropped: `fold_rows` makes it again. Computes in `wide`.
+    """
+    taps, channels = conv_weight.shape
+    heads, key, value = recurrent.shape
+    used, history = projected[:rows], conv[: taps - 1].clone()
+    conv[taps - 1 : taps - 1 + rows] = used[:, :channels]
+    q, k, v, g, beta, z = features(
+        used, history, conv_weight, rate, dt_bias, heads, key, value, wide
+    )
+    state, o = recurrent.to(wide, copy=True), torch.empty_like(v)
+    for r in range(rows):
+        d, decay = torch.empty_like(v[r, :, None]), g[r].exp()
+        row(q[r, :, None], k[r, :, None], v[r, :, None], decay[:, None, None],
+            beta[r, :, None, None], state, d, o[r, :, None])  # fmt: skip
+        row_k[r], row_d[r], row_decay[r] = k[r], d[:, 0], decay
+    out[:rows] = gated_norm(o, z, norm, eps)
+
+
+def fold_rows(recurrent: Tensor, conv: Tensor, row_k: Tensor, row_d: Tensor, row_decay: Tensor,
+              accepted: Tensor) -> None:  # fmt: skip
+    """All layers, in place: rows [0, accepted) of the last verify into `recurrent` [L, Hv, Dk, Dv],
+    and rows [accepted, accepted + W-1) of `conv` [L, W-1 + MAX_ROWS, C] to its front. accepted
+    [1] int32; with 0 nothing changes."""
+    count, taps = int(accepted), conv.shape[1] - row_k.shape[1]
+    for r in range(count):
+        recurrent.mul_(row_decay[:, r, :, None, None].to(recurrent.dtype))
+        recurrent += row_k[:, r, :, :, None] * row_d[:, r, :, None, :]
+    conv[:, :taps] = conv[:, count : count + taps].clone()
+
+
+def delta_prefill(projected: Tensor, conv: Tensor, conv_weight: Tensor, rate: Tensor,
+                  dt_bias: Tensor, norm: Tensor, eps: float, recurrent: Tensor, out: Tensor,
+                  start: int, wide: torch.dtype = torch.float32) -> None:  # fmt: skip
+    """T tokens from absolute position `start` on, for good: writes out [T, Hv Dv], and moves
+    `recurrent` [Hv, Dk, Dv] and the first W-1 rows of `conv` [>= W-1, C] on. Computes in `wide`."""
+    taps, channels = conv_weight.shape
+    heads, key, value = recurrent.shape
+    history = conv[: taps - 1].clone()
+    conv[: taps - 1] = torch.cat([history, projected[:, :channels]])[len(projected) :]
+    q, k, v, g, beta, z = features(
+        projected, history, conv_weight, rate, dt_bias, heads, key, value, wide
+    )
+    state = recurrent.to(wide, copy=True)
+    o = chunked(q, k, v, g, beta, state, start)
+    recurrent.copy_(state)
+    out.copy_(gated_norm(o, z, norm, eps))
