@@ -120,3 +120,15 @@ def test_a_broken_reference_is_named(served: Served, part: dict[str, Any], field
     refused = served.http.post("/v1/messages", json=body(messages, SEARCH, WEATHER))
     assert refused.status_code == 400
     assert f"messages[2].content[0].content[0].{field}" in refused.json()["error"]["message"]
+
+
+def test_a_refused_tool_is_named_by_its_place_among_all_that_were_sent(served: Served) -> None:
+    broken = {
+        "name": "broken",
+        "strict": True,
+        "input_schema": {"type": "object", "properties": {"x": {"not": {"type": "string"}}}},
+    }
+    tools = (PLACEHOLDER, SEARCH, broken)
+    reply = served.http.post("/v1/messages", json=body(asked(), *tools))
+    assert reply.status_code == 400
+    assert "tools[2]" in reply.json()["error"]["message"]

@@ -36,7 +36,7 @@ def prepare(state: ServerState, body: bytes, request_id: str, caller: str) -> Pr
     record = best_record(about, chain, state.transcripts)
     prompt = state.prompts.build(conversation, record, chain, state.model.max_model_len)
     room = translate.output_room(request, len(prompt.tokens), state.model, state.limits)
-    tools = (*conversation.tools, *translate.deferred_tools(raw))
+    tools = tuple(raw.get("tools") or conversation.tools)  # those that are loaded later, too
     in_reasoning = prompt.starts_in_reasoning
     demanded = translate.constraint(request, tools, in_reasoning)
     has_form = demanded.demands()

@@ -100,7 +100,20 @@ def own_words(request: CountRequest) -> Iterator[None]:
             old = request.output_config is None or request.output_config.format is None
             error.param = "output_format" if old else "output_config.format"
             error.message = error.message.replace("response_format", error.param, 1)
+        elif error.param is not None and error.param.startswith("tools["):
+            _at_home(error, request)
         raise
+
+
+def _at_home(error: InvalidRequestError, request: CountRequest) -> None:
+    """Names the tool by its place in the request, where tools stand that nobody looked up yet."""
+    assert error.param is not None
+    place, behind = error.param.removeprefix("tools[").split("]", 1)
+    tool = _callable(request)[int(place)]
+    at = next(i for i, sent in enumerate(request.tools or ()) if sent is tool)
+    named = f"tools[{at}]{behind}"
+    error.message = error.message.replace(error.param, named, 1)
+    error.param = named
 
 
 def _callable(request: CountRequest) -> list[Tool]:

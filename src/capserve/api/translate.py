@@ -49,22 +49,12 @@ def conversation(
     request: ChatRequest, body: Mapping[str, Any], prompts: PromptBuilder
 ) -> Conversation:
     """The conversation to render. Tool definitions come from `body`, exactly as sent."""
-    tools = _tools(body, deferred=False)
+    tools = tuple(tool for tool in body.get("tools") or () if not tool.get("defer_loading"))
     messages = tuple(
         _marked(_message(message), message.cache_control or _has_marked_part(sent))
         for message, sent in zip(request.messages, body["messages"], strict=True)
     )
     return Conversation(messages, tools, _template_kwargs(request, prompts))
-
-
-def deferred_tools(body: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
-    """Tools that may be called but are not shown at the head: the messages say what they are."""
-    return _tools(body, deferred=True)
-
-
-def _tools(body: Mapping[str, Any], *, deferred: bool) -> tuple[Mapping[str, Any], ...]:
-    tools = body.get("tools") or ()
-    return tuple(tool for tool in tools if bool(tool.get("defer_loading")) == deferred)
 
 
 def _has_marked_part(sent: Mapping[str, Any]) -> bool:

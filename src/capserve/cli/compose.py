@@ -62,6 +62,8 @@ capsules; what is late then is lost, and read again by the next server."""
 OnProgress = Callable[[str, int, int], None]
 """Called with what is going on, how much of it is done, and how much there is."""
 
+MOST_ENDS_ON_CARD = 16
+
 LOADING, WARMING = "loading", "warming up"
 """Called with (bytes loaded, bytes in all)."""
 
@@ -164,6 +166,10 @@ def assemble(
     # Text before weights: a broken template is found in milliseconds, a model takes minutes.
     if engine is None:
         engine = load_engine(settings, path, tokenizer.vocab_size, progress)
+    if engine.limits.device != "cpu" and len(end_tokens) > MOST_ENDS_ON_CARD:
+        raise StartupError(
+            f"the model has {len(end_tokens)} end tokens; a card's step takes {MOST_ENDS_ON_CARD}"
+        )
     limits = _limits(settings, engine.limits)
     transcripts, metrics = Transcripts(), MetricsLog()
     model = ModelInfo(

@@ -1,7 +1,7 @@
 """What does a card hold beside weights, state and KV?
 
-Formulas only, and no Triton: the plan is made before anything is. What is static is counted to the
-byte where it is allocated; a test on the card compares both.
+Formulas only, and no Triton: the plan is made before anything is. The large buffers are counted;
+graphs, the libraries' workspaces and scratch of a few megabytes are not.
 """
 
 from __future__ import annotations

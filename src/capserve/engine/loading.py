@@ -17,6 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from capserve.engine.models.assembly import quantisable
 from capserve.engine.models.config import ModelConfig
 from capserve.engine.models.qwen3_5 import tensor_shapes
 from capserve.engine.weights import BLOCK, BlockFp8Weight, Weight
@@ -90,7 +91,7 @@ def load_weights(
         raise CheckpointError(
             f"{path}: tensor {missing[0]} {expected[missing[0]]} is missing{more}"
         )
-    scales = {name: _scale_of(name) for name in expected if _scale_of(name) in on_disk}
+    scales = {n: _scale_of(n) for n in expected if quantisable(n) and _scale_of(n) in on_disk}
     unknown = sorted(on_disk.keys() - expected.keys() - set(scales.values()))
     if config.tie_word_embeddings and "lm_head.weight" in unknown:
         unknown.remove("lm_head.weight")  # some re-saves write the tied head out

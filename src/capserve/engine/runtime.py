@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
@@ -74,6 +75,7 @@ class TorchEngine:
         config, dtype, device = model.config, model.dtype, model.device
         on_cuda = device.type == "cuda"
         card = on_cuda if card is None else card
+        assert card or not on_cuda, "on CUDA rows are invariant in the card's kernels alone (I7)"
         self._model = model
         self._device = device
         max_drafts = min(max_drafts, MAX_DRAFTS) if model.mtp is not None else 0
@@ -214,10 +216,11 @@ class TorchEngine:
     def attach(self) -> None:
         """Make ready for the thread that calls from now on, with nothing absorbed yet: cuDNN's
         plans belong to the thread that made them, and take tenths of a second. Nothing on CPU."""
-        assert self._position == 0, "a thread takes over an engine before its first token"
         if self._chunks is not None and self._device.type == "cuda":
+            assert self._position == 0, "a thread takes over an engine before its first token"
             self._chunks.warm_up()
             self._state.reset()
+            self._live.written_from(0)
 
     @_inference
     def reset(self) -> None:
@@ -341,6 +344,8 @@ def _resolve(
     if device == "cuda" and not torch.cuda.is_available():
         raise StartupError("--device cuda: torch sees no CUDA device")
     where = torch.device(device)
+    if where.type == "cuda":
+        _check_card(config)
     if dtype == "auto":
         dtype = "bfloat16" if where.type == "cuda" else "float32"
     chosen = {"float32": torch.float32, "bfloat16": torch.bfloat16}[dtype]
@@ -356,6 +361,23 @@ def _resolve(
             f"the tokenizer has {ids} ids and the checkpoint's vocab_size is {config.vocab_size}"
         )
     return config, chosen, where, positions, ids
+
+
+def _check_card(config: ModelConfig) -> None:
+    """Raises StartupError for what the card's kernels can't run, before a weight is read."""
+    if find_spec("triton") is None:
+        raise StartupError("--device cuda needs Triton, which is not installed; --device cpu runs")
+    for name, size, least in (
+        ("head_dim", config.head_dim, 16),
+        ("rotary dims", config.rotary_dim, 2),
+        ("linear_key_head_dim", config.linear_key_head_dim, 16),
+        ("linear_value_head_dim", config.linear_value_head_dim, 16),
+    ):
+        if size < least or size & (size - 1):
+            raise StartupError(
+                f"{name} {size}: the card's kernels need a power of two of at least {least}; "
+                "--device cpu runs it"
+            )
 
 
 def plan_memory(

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
 
+from capserve.errors import UnavailableError
+
 T = TypeVar("T")
 
 STACK_BYTES = 64 << 20
@@ -25,7 +27,7 @@ _sizing = threading.Lock()
 
 
 class TookTooLongError(Exception):
-    """The call was given up, or was not begun since others were."""
+    """The call was given up."""
 
 
 class DeepCalls:
@@ -43,10 +45,14 @@ class DeepCalls:
         return self._left
 
     def run(self, call: Callable[[], T]) -> T:
-        """What `call` returns or raises; TookTooLongError after `most_s`."""
+        """What `call` returns or raises; TookTooLongError after `most_s`, UnavailableError while
+        `most_left` given-up calls still run."""
         with self._lock:
             if self._left >= self._most_left:
-                raise TookTooLongError(f"{self._left} others took too long and still run")
+                raise UnavailableError(
+                    f"{self._left} grammars that took too long still run; new ones have to wait",
+                    retry_after_s=self._most_s,
+                )
         result: Future[T] = Future()
         given_up = False
 

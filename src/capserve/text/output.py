@@ -178,6 +178,9 @@ class TurnOutput:
             given = {key for key, _ in raw.parameters}
             if not self._schemas.requires(raw.name) <= given:
                 # The reply was cut before a parameter that the tool can't do without.
+                if self._speaking is Channel.REASONING:
+                    self._interrupt()
+                    self._edges[Channel.REASONING].close()  # the thought ends at the call's mark
                 self._say(Channel.CONTENT, raw.source)
                 return
         self._interrupt()

@@ -7,6 +7,7 @@ import threading
 
 import pytest
 
+from capserve.errors import UnavailableError
 from capserve.text.deep_call import STACK_BYTES, DeepCalls, TookTooLongError
 
 WAIT_S = 20.0
@@ -51,10 +52,11 @@ def test_a_call_that_takes_too_long_is_left_to_its_end() -> None:
         assert calls.left == count
         with pytest.raises(TookTooLongError, match=r"more than 0\.02 s"):
             calls.run(lambda gate=gate: slow(gate))
-    # Two still run: another one is not begun.
+    # Two still run: another one is not begun, and its caller is told to come again.
     begun = threading.Event()
-    with pytest.raises(TookTooLongError, match="2 others"):
+    with pytest.raises(UnavailableError, match="2 grammars") as refused:
         calls.run(begun.set)
+    assert refused.value.retry_after_s == 0.02
     assert not begun.is_set()
     for gate in gates:
         gate.set()

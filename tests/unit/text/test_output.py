@@ -9,6 +9,7 @@ import random
 import pytest
 
 from capserve.testing.replies import TOOLS, Reply, generate_replies
+from capserve.text.channels import Channel
 from capserve.text.markup import spell_call, spell_parameter
 from capserve.text.messages import Message
 from capserve.text.output import OutputSpec, TurnOutput
@@ -217,3 +218,13 @@ def test_call_ids_are_unguessable_and_of_the_usual_form(tokenizer):
     for call in (first, second):
         assert call.id.startswith("call_")
         assert len(bytes.fromhex(call.id[5:])) == 12
+
+
+def test_a_cut_call_inside_a_thought_ends_it_where_the_call_begins(tokenizer):
+    tools = ({"function": {"name": "f", "parameters": {"required": ["a", "b"]}}},)
+    text = "hm\n\n<tool_call>\n<function=f>\n<parameter=a>\nx\n</parameter>\n"
+    output = TurnOutput(OutputSpec(tools=tools, starts_in_reasoning=True), tokenizer, {8185})
+    deltas = [output.feed(tokenizer.encode(text).tolist()), output.finish()]
+    channels = [part.channel for d in deltas for part in d.parts]
+    assert channels == sorted(channels, key=[Channel.REASONING, Channel.CONTENT].index)
+    assert output.message().reasoning == "hm"

@@ -22,14 +22,19 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Kernels run in Triton's interpreter, on the CPU: there is no card to compile for."""
 
 
+@cache
 def _dependent_launch() -> bool:
     if INTERPRETED or os.environ.get("CAPSERVE_PDL") == "0" or not torch.cuda.is_available():
         return False
     return torch.version.hip is None and torch.cuda.get_device_capability() >= (9, 0)
 
 
-PDL = _dependent_launch()
-"""Decided once. CAPSERVE_PDL=0 turns it off, to see what it brings or to look for a race."""
+def __getattr__(name: str) -> bool:
+    """`PDL`, decided when it is first asked for: whoever only imports this has no card in hand.
+    CAPSERVE_PDL=0 turns it off, to see what it brings or to look for a race."""
+    if name == "PDL":
+        return _dependent_launch()
+    raise AttributeError(name)
 
 
 @cache

@@ -7,16 +7,16 @@ square would be cut (models smaller than any published one), the form is given u
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import MutableMapping, Sequence
 
 import torch
 from torch import Tensor
 
 from capserve.engine.weights import BLOCK, BlockFp8Weight, PlainWeight, SplitWeight, Weight, dense
 
-Weights = Mapping[str, Tensor | Weight]
+Weights = MutableMapping[str, Tensor | Weight]
 """The tensors of `tensor_shapes` by name: vectors and plain matrices as they are, others in their
-form."""
+form. A model takes them out as it is made, so that what is stacked does not lie in memory twice."""
 
 _PLAIN_ENDS = (
     "embed_tokens.weight",
@@ -76,7 +76,8 @@ def _in_turn(rows: Tensor, heads: int, each: int) -> tuple[Tensor, Tensor]:
 
 
 class Named:
-    """A checkpoint's tensors under a prefix; a name that is missing is a bug of the loader."""
+    """A checkpoint's tensors under a prefix, each taken once; a name that is missing is a bug of
+    the loader."""
 
     def __init__(self, tensors: Weights, dtype: torch.dtype, prefix: str = "") -> None:
         self._tensors, self.dtype, self._prefix = tensors, dtype, prefix
@@ -86,12 +87,12 @@ class Named:
 
     def __getitem__(self, name: str) -> Tensor:
         """A vector, or a matrix that is always plain."""
-        tensor = self._tensors[self._prefix + name]
+        tensor = self._tensors.pop(self._prefix + name)
         assert isinstance(tensor, Tensor), f"{self._prefix}{name} is not plain"
         return tensor
 
     def matrix(self, name: str) -> Weight:
-        tensor = self._tensors[self._prefix + name]
+        tensor = self._tensors.pop(self._prefix + name)
         return PlainWeight(tensor.contiguous()) if isinstance(tensor, Tensor) else tensor
 
     def stacked(self, *names: str) -> Weight:

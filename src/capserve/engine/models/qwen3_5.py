@@ -350,7 +350,7 @@ class Qwen35:
         positions: the longest context."""
         self.config = config
         self.device = device
-        embedding = weights["model.embed_tokens.weight"]
+        embedding = weights.pop("model.embed_tokens.weight")
         assert isinstance(embedding, Tensor)
         self.embedding = embedding
         self.dtype = self.embedding.dtype

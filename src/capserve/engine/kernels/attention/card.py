@@ -57,7 +57,8 @@ class Form:
 def form_for(dtype: torch.dtype, dim: int, device: torch.device) -> Form:
     """The best form that fits the card's shared memory."""
     if dtype == torch.float32:
-        return Form(tile=32, block=32, warps=4, stages=2)
+        wide = (Form(32, 32, 4, 2), Form(32, 16, 4, 2), Form(32, 16, 4, 1))
+        return next(f for f in wide if fits(f.tile, f.block, f.stages, dim, 4, device))
     forms = (Form(128, 64, 8, 2), Form(128, 32, 8, 2), Form(64, 32, 4, 2), Form(64, 16, 4, 2))
     size = dtype.itemsize
     return next(f for f in forms if fits(f.tile, f.block, f.stages, dim, size, device))

@@ -45,6 +45,8 @@ def takes(tokens: int, heads: int, kv: Tensor) -> bool:
     try:
         _attend(q, kv[0, :, :tokens], kv[1, :, :tokens], causal=True)
         torch.cuda.synchronize(kv.device)
+    except torch.OutOfMemoryError:
+        raise  # that says nothing of cuDNN, and which form a chunk takes decides its bits
     except RuntimeError:
         return False
     return True

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from capserve.engine.kernels import launch
 from capserve.engine.layers.linear import MAX_ROWS
+from capserve.errors import StartupError
 
 MIN_TILE = 16
 """The fewest rows of a matmul tile on tensor cores."""
@@ -85,10 +86,16 @@ class Plan:
         splits = max(1, launch.multiprocessors(device) // kv_heads)
         tile = power_of_two(max(MIN_TILE, MAX_ROWS * heads // kv_heads))
         narrow = dtype != torch.float32
-        blocks = ((64, 3), (64, 2), (32, 3), (32, 2), (16, 2)) if narrow else ((32, 2), (16, 2))
-        block, stages = next(
-            form for form in blocks if fits(tile, *form, dim, dtype.itemsize, device)
-        )
+        wide = ((32, 2), (16, 2), (16, 1))
+        blocks = ((64, 3), (64, 2), (32, 3), (32, 2), (16, 2)) if narrow else wide
+        fit = (form for form in blocks if fits(tile, *form, dim, dtype.itemsize, device))
+        found = next(fit, None)
+        if found is None:
+            raise StartupError(
+                f"attention with {heads} heads of {dim} in {dtype} needs more than this card's "
+                f"{shared_bytes(device):,} bytes of shared memory; --device cpu runs it"
+            )
+        block, stages = found
         warps = 8 if tile > 64 or (dim > 64 and not narrow) else 4
         return cls(heads, kv_heads, dim, splits, block, warps, stages, touched=1)
 
