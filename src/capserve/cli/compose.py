@@ -29,6 +29,7 @@ from capserve.api.state import ModelInfo, SamplingDefaults, ServerState
 from capserve.cli.access import api_keys
 from capserve.cli.models import resolve_model
 from capserve.config import Settings
+from capserve.engine.kernels.sampling.buffers import MAX_ENDS
 from capserve.engine.memory import MemoryPlan
 from capserve.engine.runtime import TorchEngine, plan_memory
 from capserve.engine.seam import MAX_DRAFTS, EngineLimits
@@ -62,10 +63,8 @@ capsules; what is late then is lost, and read again by the next server."""
 OnProgress = Callable[[str, int, int], None]
 """Called with what is going on, how much of it is done, and how much there is."""
 
-MOST_ENDS_ON_CARD = 16
-
 LOADING, WARMING = "loading", "warming up"
-"""Called with (bytes loaded, bytes in all)."""
+"""Bytes read, and pieces of a card's step made ready."""
 
 
 @dataclass(frozen=True)
@@ -166,9 +165,9 @@ def assemble(
     # Text before weights: a broken template is found in milliseconds, a model takes minutes.
     if engine is None:
         engine = load_engine(settings, path, tokenizer.vocab_size, progress)
-    if engine.limits.device != "cpu" and len(end_tokens) > MOST_ENDS_ON_CARD:
+    if engine.limits.device != "cpu" and len(end_tokens) > MAX_ENDS:
         raise StartupError(
-            f"the model has {len(end_tokens)} end tokens; a card's step takes {MOST_ENDS_ON_CARD}"
+            f"the model has {len(end_tokens)} end tokens; a card's step takes {MAX_ENDS}"
         )
     limits = _limits(settings, engine.limits)
     transcripts, metrics = Transcripts(), MetricsLog()

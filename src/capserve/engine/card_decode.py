@@ -44,8 +44,8 @@ Told = Callable[[int, int], None]
 DRAFT_IDS = 98_304
 """Drafts are guessed among the ids below this, unless the text needs others: a byte-pair vocabulary
 numbers its tokens in the order it learned them. Of the family's 248,077 ids those beyond make 0.05
-to 0.25 % of source code and of English, and half of a Chinese or Russian text; the head's rows for
-them are 60 % of what a draft reads (docs/log.md)."""
+to 0.25 % of source code and of English, and half of a Chinese or Russian text. The head's rows for
+them are 1.5 of the 3.4 GB that a draft of the 27B shape reads (docs/log.md)."""
 
 WIDE_SHARE = 0.02
 """With a larger share of ids beyond `DRAFT_IDS` in the last `SEEN` tokens, drafts take all ids."""

@@ -207,7 +207,8 @@ class TorchEngine:
             self.step()
             if self._position < room:
                 self.step()
-        self._state.accepted_rows = MAX_ROWS  # a fold, whatever the drafts were worth
+        if self._card is None:
+            self._state.accepted_rows = MAX_ROWS  # a fold, whatever the drafts were worth
         self.restore(self.snapshot())
         self.reset()
         self._live.written_from(0)  # what ran here is no history of anybody

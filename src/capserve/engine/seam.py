@@ -105,7 +105,7 @@ class Sampling:
 
     temperature: float = 0.0
     top_k: int = 0
-    """Keep the k most likely ids; 0 keeps all."""
+    """Keep the k most likely ids, and those that tie with the k-th; 0 keeps all."""
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
